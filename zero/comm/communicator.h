@@ -1,0 +1,87 @@
+#pragma once
+
+// Who talks. A Communicator carries asynchronous collectives between the ranks
+// of one private group. Every call but rank(), size() and traffic() is
+// collective: all ranks make the same calls in the same order with equal
+// arguments. Ranks that don't get an error that names both operations.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <zero/api.h>
+
+namespace zero::comm {
+
+enum class Kind { reduce_scatter, all_gather, all_reduce, broadcast, barrier, exchange };
+
+ZERO_API const char* name_of(Kind kind);
+
+// Identity of an operation, compared between ranks before any payload moves.
+struct Tag {
+  std::string what; // for errors: "bucket 2 (blocks.3.up.weight ...)"
+  int64_t id = 0; // e.g. the bucket's index
+  int64_t step = 0; // optimizer steps so far
+  bool training = true; // counted in traffic(); false for set-up and control
+};
+
+// How contributions are combined: addend + (sum over ranks in rank order) /
+// divisor, in fp32 (fp64 for fp64), rounded once.
+struct Reduction {
+  double divisor = 1.0;
+  at::Tensor addend; // undefined, or as many elements as the output
+};
+
+// Handle of an operation in flight. Buffers belong to the operation until wait()
+// has returned.
+class ZERO_API Work {
+ public:
+  virtual ~Work() = default;
+  // Blocks until done; throws what the operation threw (again at each call).
+  virtual void wait() = 0;
+  virtual bool done() const = 0;
+};
+using WorkPtr = std::shared_ptr<Work>;
+
+// Bytes that this rank sent in operations tagged `training`, and their number.
+struct Traffic {
+  struct Count {
+    int64_t calls = 0;
+    int64_t bytes = 0;
+  };
+  Count reduce_scatter;
+  Count all_gather;
+  Count all_reduce;
+  Count broadcast;
+};
+
+class ZERO_API Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual int64_t rank() const = 0;
+  virtual int64_t size() const = 0;
+
+  // input: size() * S elements, contiguous. output: S elements, and may be this
+  // rank's own slice of the input. Sends (size() - 1) * S elements.
+  virtual WorkPtr
+  reduce_scatter(at::Tensor output, at::Tensor input, Reduction reduction, Tag tag) = 0;
+  // output: size() * S elements. input: S elements, and may be this rank's own
+  // slice of the output. Sends (size() - 1) * S elements.
+  virtual WorkPtr all_gather(at::Tensor output, at::Tensor input, Tag tag) = 0;
+  // Reduces size() * S elements in place: a reduce-scatter and an all-gather,
+  // with the bits and the traffic of the two. The addend has S elements.
+  virtual WorkPtr all_reduce(at::Tensor tensor, Reduction reduction, Tag tag) = 0;
+  virtual WorkPtr broadcast(at::Tensor tensor, int64_t root, Tag tag) = 0;
+
+  // Blocking. Each rank's bytes (any length, one-dimensional uint8) to every
+  // rank, in rank order.
+  virtual std::vector<at::Tensor> exchange(at::Tensor bytes, Tag tag) = 0;
+  virtual void barrier(Tag tag) = 0;
+
+  virtual Traffic traffic() const = 0;
+};
+
+} // namespace zero::comm

@@ -1,0 +1,57 @@
+#pragma once
+
+// How a process finds its peers.
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <zero/api.h>
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+} // namespace c10d
+
+namespace zero {
+
+// What a launcher told this process: torchrun's variables (RANK, WORLD_SIZE,
+// LOCAL_RANK, MASTER_ADDR, MASTER_PORT), else Open MPI's, MPICH's (PMI) or
+// Slurm's. nullopt when none is set. Throws c10::ValueError on a variable that
+// is missing or malformed, naming it.
+struct LaunchEnvironment {
+  int64_t rank = 0;
+  int64_t world_size = 1;
+  int64_t local_rank = 0;
+  std::string master_addr;
+  int64_t master_port = 0;
+  std::string launcher; // "torchrun", "openmpi", "pmi", "slurm"
+};
+ZERO_API std::optional<LaunchEnvironment> launch_environment();
+
+// Collective. The process group of all ranks that the launcher started, over
+// Gloo; null without a launcher (one rank). Waits `timeout_seconds` for the
+// other ranks. Needs no Python in the process.
+ZERO_API c10::intrusive_ptr<c10d::ProcessGroup> init(double timeout_seconds = 600.0);
+
+// A Gloo group of `world_size` ranks that meet at `store`; also for ranks that
+// are threads of one process over a c10d::HashStore.
+ZERO_API c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int64_t rank,
+    int64_t world_size,
+    double timeout_seconds = 600.0);
+
+namespace comm {
+class Communicator;
+
+// Collective over `group` (null: one rank). A communicator over a private group
+// with the same members, so that nothing of ours travels on the user's.
+ZERO_API std::shared_ptr<Communicator> make_communicator(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    double timeout_seconds);
+} // namespace comm
+
+} // namespace zero

@@ -1,0 +1,119 @@
+#pragma once
+
+// The engine: one per sharded model, shared by both faces. It owns the layout,
+// the flat buffers, the managers that the stage asks for and the hooks, and
+// carries a training step through them. Methods marked [collective] must be
+// called by all ranks in the same order.
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <zero/api.h>
+#include <zero/comm/communicator.h>
+#include <zero/memory/account.h>
+#include <zero/options.h>
+#include <zero/sharding/parameter_table.h>
+
+namespace zero {
+
+class ZERO_API Engine {
+ public:
+  // [collective] Compares names, shapes, dtypes, order and options between the
+  // ranks, broadcasts rank 0's values of parameters and buffers, and moves the
+  // parameters into flat buffers. Parameter objects, shapes and strides stay.
+  // Throws before any change when ranks differ, naming the first difference.
+  static std::shared_ptr<Engine> create(
+      std::vector<NamedParameter> parameters,
+      std::vector<std::pair<std::string, at::Tensor>> buffers,
+      const Options& options,
+      std::shared_ptr<comm::Communicator> communicator);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // [collective] More parameters, in a new group.
+  void add_parameters(std::vector<NamedParameter> parameters);
+
+  const Options& options() const;
+  int64_t rank() const;
+  int64_t world_size() const;
+  int64_t parameter_count() const;
+  const NamedParameter& parameter(int64_t index) const;
+  // -1 when the tensor is not one of the managed parameters.
+  int64_t index_of(const at::Tensor& parameter) const;
+
+  // Stages 1 and 2: what `.grad` is after the reduction, by parameter, instead
+  // of a tensor whose storage raises the error. Undefined entries keep that.
+  void set_gradient_stand_ins(std::vector<at::Tensor> stand_ins);
+
+  // Inside: backward accumulates without traffic.
+  void set_requires_gradient_sync(bool sync);
+  bool requires_gradient_sync() const;
+
+  // [collective] One optimizer step by native rules, one rule a group.
+  void step(const std::vector<Rule>& rules);
+
+  // [collective] A step by somebody else's rule: between the two calls, the
+  // caller updates shard_parameter() from shard_gradient() for each parameter
+  // in stepping().
+  void begin_step();
+  void end_step();
+  // Parameters that have a gradient and a part on this rank.
+  std::vector<int64_t> stepping();
+  // One-dimensional views of this rank's part of a parameter and of its reduced
+  // gradient, in the memory order of the parameter (empty when it has no part).
+  at::Tensor shard_parameter(int64_t index);
+  at::Tensor shard_gradient(int64_t index);
+
+  void zero_grad(bool set_to_none);
+  // [collective] The norm of the whole gradient, rounded to fp32 once; the same
+  // bits on every rank, at every stage and world size.
+  double grad_norm(double norm_type);
+  // [collective] As torch.nn.utils.clip_grad_norm_: returns the norm before
+  // clipping, scales gradients by min(1, max_norm / (norm + 1e-6)).
+  double clip_grad_norm(double max_norm, double norm_type);
+
+  // [collective] Reduces what backward left unreduced (no_sync) and waits for
+  // every transfer in flight.
+  void synchronize();
+
+  // [collective at stages 1 and 2] Whole tensors in the parameter's own shape.
+  at::Tensor full_parameter(int64_t index);
+  at::Tensor full_gradient(int64_t index); // undefined when there is none
+  std::map<std::string, at::Tensor> full_state(int64_t index); // native rules; "step" is 0-dim fp32
+  // Native state from whole tensors (the same names as full_state).
+  void load_full_state(int64_t index, const std::map<std::string, at::Tensor>& state);
+
+  // [collective at stages 1 and 2] Any tensor of the shape of shard_parameter()
+  // made whole, and the part of a whole one (no communication).
+  at::Tensor unshard(int64_t index, const at::Tensor& shard);
+  at::Tensor shard(int64_t index, const at::Tensor& whole);
+
+  // [collective] Rank `root`'s current values of parameters to all ranks.
+  void broadcast_parameters(const std::vector<int64_t>& indices, int64_t root);
+
+  // Bytes.
+  struct Report {
+    memory::Usage held;
+    memory::Usage peak; // since the last step began
+    comm::Traffic traffic; // sent by this rank in training
+    int64_t steps = 0;
+    memory::Usage theory_held; // section 3 of docs/design.md, without padding
+    int64_t theory_traffic = 0; // per step with one micro-batch, without padding
+    int64_t padding = 0; // bytes of padding in parameters' flat buffers
+  };
+  Report report() const;
+
+ private:
+  struct Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+} // namespace zero

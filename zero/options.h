@@ -1,0 +1,100 @@
+#pragma once
+
+// What a user may set: plain aggregates for designated initializers. The Python
+// face mirrors them field by field (ZeroConfig; a test compares the two), and
+// every check of a value is in validate(), before anything communicates.
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <zero/api.h>
+
+namespace zero {
+
+struct Options {
+  // ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too,
+  // 3 parameters too (not built yet).
+  int64_t stage = 1;
+  // Gradients are reduced in buckets of about this many bytes ...
+  int64_t bucket_bytes = 25 * 1024 * 1024;
+  // ... but the first, which backward fills first, is small to start early.
+  int64_t first_bucket_bytes = 1024 * 1024;
+  // Stage 3: units gathered ahead of their use.
+  int64_t prefetch = 1;
+  // Stage 3: "true", "false" or "auto".
+  std::string reshard_after_forward = "true";
+  // Stage 3: names of the modules that are gathered together.
+  std::vector<std::string> units;
+  // Stage 3: smaller units are merged with a neighbour.
+  int64_t min_unit_numel = 0;
+  // Stage 3: most elements gathered at once; unlimited when unset.
+  std::optional<int64_t> max_live_numel;
+  // Mixed precision (not built yet): names of dtypes.
+  std::optional<std::string> param_dtype;
+  std::optional<std::string> reduce_dtype;
+  std::optional<std::string> output_dtype;
+  bool cast_forward_inputs = false;
+  // True: the mean of the ranks' gradients; false: their sum.
+  bool average = true;
+  // "auto", "group" (the process group's backend) or "host" (shared memory,
+  // not built yet).
+  std::string transport = "auto";
+  // Seconds that a rank waits for its peers before it raises an error.
+  double timeout = 600.0;
+  // Not built yet: "skip" or "raise".
+  std::string on_nonfinite = "ignore";
+  // Not built yet: broadcast of buffers before each forward.
+  bool sync_buffers = false;
+  // Names of parameters that are neither reduced nor stepped.
+  std::vector<std::string> ignored_params;
+  // Not built yet.
+  bool step_in_backward = false;
+  // Not built yet: "optimizer" or "parameters".
+  std::optional<std::string> offload;
+  // Not built yet: names of process groups for hybrid sharding.
+  std::optional<std::string> shard_group;
+  std::optional<std::string> replicate_group;
+
+  // Throws c10::ValueError (or c10::NotImplementedError for an option that is
+  // not built yet) naming the option, the value and what is allowed.
+  ZERO_API void validate() const;
+};
+
+// Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled Weight
+// Decay Regularization", algorithm 2). Defaults are torch.optim.AdamW's.
+struct AdamW {
+  double lr = 1e-3;
+  std::array<double, 2> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+};
+
+// Adam (Kingma and Ba, "Adam: A Method for Stochastic Optimization", algorithm
+// 1), weight decay added to the gradient. Defaults are torch.optim.Adam's.
+struct Adam {
+  double lr = 1e-3;
+  std::array<double, 2> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+};
+
+// Stochastic gradient descent with momentum, in torch.optim.SGD's form.
+struct SGD {
+  double lr = 1e-3;
+  double momentum = 0.0;
+  double dampening = 0.0;
+  double weight_decay = 0.0;
+  bool nesterov = false;
+};
+
+// The rule that steps a parameter group natively, in one pass over flat shards.
+using Rule = std::variant<AdamW, Adam, SGD>;
+
+// Throws c10::ValueError naming the hyper-parameter and its allowed range.
+ZERO_API void validate(const Rule& rule);
+
+} // namespace zero

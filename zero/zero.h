@@ -1,0 +1,7 @@
+#pragma once
+
+// Everything that a program needs: #include <zero/zero.h>, link zero::zero.
+
+#include <zero/comm/init.h>
+#include <zero/optim/zero_optimizer.h>
+#include <zero/options.h>
