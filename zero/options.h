@@ -28,15 +28,15 @@ struct Options {
   // Stage 3: "true", "false" or "auto".
   std::string reshard_after_forward = "true";
   // Stage 3: names of the modules that are gathered together.
-  std::vector<std::string> units;
+  std::vector<std::string> units = {};
   // Stage 3: smaller units are merged with a neighbour.
   int64_t min_unit_numel = 0;
   // Stage 3: most elements gathered at once; unlimited when unset.
-  std::optional<int64_t> max_live_numel;
+  std::optional<int64_t> max_live_numel = {};
   // Mixed precision (not built yet): names of dtypes.
-  std::optional<std::string> param_dtype;
-  std::optional<std::string> reduce_dtype;
-  std::optional<std::string> output_dtype;
+  std::optional<std::string> param_dtype = {};
+  std::optional<std::string> reduce_dtype = {};
+  std::optional<std::string> output_dtype = {};
   bool cast_forward_inputs = false;
   // True: the mean of the ranks' gradients; false: their sum.
   bool average = true;
@@ -50,14 +50,14 @@ struct Options {
   // Not built yet: broadcast of buffers before each forward.
   bool sync_buffers = false;
   // Names of parameters that are neither reduced nor stepped.
-  std::vector<std::string> ignored_params;
+  std::vector<std::string> ignored_params = {};
   // Not built yet.
   bool step_in_backward = false;
   // Not built yet: "optimizer" or "parameters".
-  std::optional<std::string> offload;
+  std::optional<std::string> offload = {};
   // Not built yet: names of process groups for hybrid sharding.
-  std::optional<std::string> shard_group;
-  std::optional<std::string> replicate_group;
+  std::optional<std::string> shard_group = {};
+  std::optional<std::string> replicate_group = {};
 
   // Throws c10::ValueError (or c10::NotImplementedError for an option that is
   // not built yet) naming the option, the value and what is allowed.

@@ -6,14 +6,9 @@
 #include <optional>
 #include <string>
 
-#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <zero/api.h>
-
-namespace c10d {
-class ProcessGroup;
-class Store;
-} // namespace c10d
 
 namespace zero {
 

@@ -71,19 +71,10 @@ Range intersect(Range a, Range b) {
   return common.size() > 0 ? common : Range{};
 }
 
-Range FlatLayout::owned(int64_t parameter, int64_t rank) const {
-  const Slot& slot = slots[parameter];
-  const Range common = intersect(slot.range(), buckets[slot.bucket].shard(rank));
+Range owned(const Slot& slot, const Bucket& bucket, int64_t rank) {
+  const Range common = intersect(slot.range(), bucket.shard(rank));
   return common.size() > 0 ? Range{common.begin - slot.offset, common.end - slot.offset}
                            : Range{};
-}
-
-int64_t FlatLayout::padded_numel() const {
-  int64_t total = 0;
-  for (const Bucket& bucket : buckets) {
-    total += bucket.numel;
-  }
-  return total;
 }
 
 FlatLayout make_layout(

@@ -53,7 +53,7 @@ struct Slot {
 struct Bucket {
   int64_t family = 0;
   int64_t itemsize = 4;
-  std::vector<int64_t> parameters; // in order of their offsets
+  std::vector<int64_t> parameters = {}; // in order of their offsets
   int64_t numel = 0; // padding included: world_size * shard_numel
   int64_t shard_numel = 0;
   Range shard(int64_t rank) const {
@@ -62,14 +62,12 @@ struct Bucket {
 };
 
 struct FlatLayout {
-  std::vector<Slot> slots; // by parameter
-  std::vector<Bucket> buckets;
-
-  // The part of a parameter that a rank owns, as elements of the parameter.
-  ZERO_API Range owned(int64_t parameter, int64_t rank) const;
-  // Elements of all buckets, padding included.
-  ZERO_API int64_t padded_numel() const;
+  std::vector<Slot> slots = {}; // by parameter
+  std::vector<Bucket> buckets = {};
 };
+
+// The part of a parameter that a rank owns, as elements of the parameter.
+ZERO_API Range owned(const Slot& slot, const Bucket& bucket, int64_t rank);
 
 // Fills buckets in reverse order of registration (backward produces gradients
 // roughly in that order). A bucket closes when its next parameter would take it

@@ -86,8 +86,10 @@ class ZERO_API Engine {
   // [collective at stages 1 and 2] Whole tensors in the parameter's own shape.
   at::Tensor full_parameter(int64_t index);
   at::Tensor full_gradient(int64_t index); // undefined when there is none
-  std::map<std::string, at::Tensor> full_state(int64_t index); // native rules; "step" is 0-dim fp32
-  // Native state from whole tensors (the same names as full_state).
+  // Native rules' state; "step" is 0-dim fp32. Empty before the first step.
+  std::map<std::string, at::Tensor> full_state(int64_t index);
+  // Native state from whole tensors of any float dtype, by the names of
+  // full_state(); an empty map clears it. No communication.
   void load_full_state(int64_t index, const std::map<std::string, at::Tensor>& state);
 
   // [collective at stages 1 and 2] Any tensor of the shape of shard_parameter()
@@ -97,6 +99,13 @@ class ZERO_API Engine {
 
   // [collective] Rank `root`'s current values of parameters to all ranks.
   void broadcast_parameters(const std::vector<int64_t>& indices, int64_t root);
+
+  // [collective] Set-up and control, not counted as training traffic: rank
+  // `root`'s values of any tensors to all ranks; each rank's bytes (uint8, any
+  // length) to every rank; whether any rank says true.
+  void broadcast(const std::vector<at::Tensor>& tensors, int64_t root);
+  std::vector<at::Tensor> exchange(const at::Tensor& bytes);
+  bool agree_any(bool value);
 
   // Bytes.
   struct Report {
@@ -109,11 +118,15 @@ class ZERO_API Engine {
     int64_t padding = 0; // bytes of padding in parameters' flat buffers
   };
   Report report() const;
+  // The report as a table.
+  std::string report_table() const;
+  // Bytes of optimizer state that a rule outside the engine holds here.
+  void account_foreign_state(int64_t bytes);
 
  private:
   struct Impl;
-  explicit Engine(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit Engine(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;
 };
 
 } // namespace zero

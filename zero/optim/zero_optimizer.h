@@ -3,6 +3,7 @@
 // The C++ face.
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,40 +19,63 @@ namespace torch::nn {
 class Module;
 } // namespace torch::nn
 
+namespace torch::optim {
+class Optimizer;
+} // namespace torch::optim
+
 namespace zero {
 
-// Parameters that share one rule. Names as torch::nn::Module gives them; empty:
-// every parameter.
+// Parameters that share one rule.
 struct ParameterGroup {
   std::vector<at::Tensor> parameters;
   Rule rule = AdamW{};
 };
 
+// Makes a torch::optim optimizer over this rank's shards of the parameters (one-
+// dimensional tensors); see zero::elementwise in <zero/optim/elementwise.h>.
+using ShardOptimizerFactory =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> shards)>;
+
 // Shards the training of a torch::nn::Module in place and steps it. The module
 // is used as before; all ranks must construct, step, clip and read in the same
-// order.
+// order. Parameters are taken in the order of Module::named_parameters(), tied
+// ones once.
 class ZERO_API ZeroOptimizer {
  public:
-  // [collective] `group` null: the group that zero::init() made, or one rank.
+  // [collective] `group` null: the group of zero::init(), or one rank without a
+  // launcher. Throws c10::ValueError, TypeError or NotImplementedError, naming
+  // the option or parameter, before any communication.
   ZeroOptimizer(
       torch::nn::Module& module,
       const Options& options,
       const Rule& rule = AdamW{},
       c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+  // Every trainable parameter of the module must be in exactly one group.
   ZeroOptimizer(
       torch::nn::Module& module,
       const Options& options,
-      std::vector<ParameterGroup> groups,
+      const std::vector<ParameterGroup>& groups,
+      c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+  ZeroOptimizer(
+      torch::nn::Module& module,
+      const Options& options,
+      const ShardOptimizerFactory& factory,
       c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
   ~ZeroOptimizer();
+  ZeroOptimizer(ZeroOptimizer&&) noexcept;
+  ZeroOptimizer& operator=(ZeroOptimizer&&) noexcept;
 
   void step(); // [collective]
   void zero_grad(bool set_to_none = true);
-  // [collective] The norm of the whole gradient before clipping.
+  // [collective] Scales the gradient to at most `max_norm`; returns its norm
+  // before that. The same number on every rank.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
   double grad_norm(double norm_type = 2.0); // [collective]
+  // [collective] Waits for every transfer in flight.
+  void synchronize();
 
-  // Backward accumulates without traffic while the returned guard lives.
+  // Backward accumulates without traffic while the guard lives; it costs the
+  // whole gradient in memory.
   class ZERO_API NoSync {
    public:
     explicit NoSync(std::shared_ptr<Engine> engine);
@@ -65,20 +89,26 @@ class ZERO_API ZeroOptimizer {
   };
   [[nodiscard]] NoSync no_sync();
 
-  // Rules are read at each step: change them for schedules. By group.
+  // Rules are read at each step: change them for schedules. By group; not with
+  // a factory.
   Rule& rule(size_t group = 0);
   size_t group_count() const;
-  // Sets the learning rate of every group.
+  // The learning rate of every group, or of the factory's optimizer.
   void set_lr(double lr);
 
   Engine& engine();
 
  private:
+  void step_shards();
+
   std::shared_ptr<Engine> engine_;
   std::vector<Rule> rules_;
+  std::unique_ptr<torch::optim::Optimizer> inner_; // instead of rules
+  std::vector<at::Tensor> shards_; // its parameters, by index
 };
 
-// [collective at stages 1 and 2] Whole tensors of a managed parameter.
+// [collective at stages 1 and 2] Whole tensors of a managed parameter, for
+// inspection. full_grad: undefined where there is no gradient.
 ZERO_API at::Tensor full_param(ZeroOptimizer& optimizer, const at::Tensor& parameter);
 ZERO_API at::Tensor full_grad(ZeroOptimizer& optimizer, const at::Tensor& parameter);
 ZERO_API std::map<std::string, at::Tensor>

@@ -1,0 +1,85 @@
+# The commands of the project. Variables: VENV (the environment), TORCH (what pip
+# installs there as torch: TORCH=torch==2.13.0), RANKS, STAGE and ARGS (of train).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := build
+
+VENV ?= .venv
+TORCH ?= torch
+RANKS ?= 2
+STAGE ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PYTHON := $(BIN)/python
+DEPENDENCIES := $(VENV)/.dependencies
+# By torch's version, as in setup.py; evaluated in recipes, when torch is there.
+BUILD = build/$(shell $(PYTHON) -c "from importlib.metadata import version; print(version('torch'))")
+CPP = $(shell git ls-files -co --exclude-standard -- '*.h' '*.cpp')
+TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/*.cpp')
+
+.PHONY: build dependencies catch2 train train-cpp test quick bench lint format clean
+
+build: dependencies catch2
+	$(PYTHON) setup.py -q build_ext --inplace
+	if ! [ $(VENV)/.editable -nt setup.py -a $(VENV)/.editable -nt pyproject.toml ]; then \
+	  $(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . && touch $(VENV)/.editable; \
+	fi
+
+# pip runs when the requirements changed, or when TORCH is given and is another
+# one than last time; a torch that is there already is kept otherwise.
+dependencies: $(PYTHON)
+	if ! [ $(DEPENDENCIES) -nt requirements-dev.txt ] || \
+	   [[ "$(origin TORCH)" != file && "$$(cat $(DEPENDENCIES))" != "$(TORCH)" ]]; then \
+	  $(PYTHON) -m pip install -q --upgrade pip && \
+	  $(PYTHON) -m pip install -q "$(TORCH)" && \
+	  $(PYTHON) -m pip install -q -r requirements-dev.txt && \
+	  echo "$(TORCH)" > $(DEPENDENCIES); \
+	fi
+
+$(PYTHON):
+	python3 -m venv $(VENV)
+
+catch2:
+	if ! compgen -G '/usr/*include/catch2/catch*.hpp' > /dev/null && \
+	   ! compgen -G '/usr/local/include/catch2/catch*.hpp' > /dev/null; then \
+	  [ "$$(id -u)" = 0 ] || { echo "Catch2 is missing: sudo apt-get install catch2" >&2; exit 1; }; \
+	  apt-get install -y -q catch2 || { apt-get update -q && apt-get install -y -q catch2; }; \
+	fi
+
+train: build
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
+	  examples/train_gpt.py --stage $(STAGE) $(ARGS)
+
+train-cpp: build
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) --no-python \
+	  $(BUILD)/train_gpt --stage $(STAGE) $(ARGS)
+
+test: build
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	$(PYTHON) -m pytest -q tests/python tests/distributed
+
+quick: build
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	$(PYTHON) -m pytest -q -m "not slow" tests/python tests/distributed
+
+bench: build
+	$(PYTHON) benchmarks/run.py $(ARGS)
+
+lint: build
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	printf '%s\n' $(TIDY) | xargs -P $$(nproc) -n 1 $(BIN)/clang-tidy -p $(BUILD) --quiet
+
+format: dependencies
+	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf build python/*.egg-info python/zero_torch/{lib,include,share,_build_info.py} \
+	  python/zero_torch/_C.*.so $(VENV)/.editable
+	find python tests examples benchmarks -name __pycache__ -prune -exec rm -r {} +

@@ -1,0 +1,21 @@
+# One program, and one entry of ctest, for each file in tests/cpp.
+
+find_package(Catch2 QUIET)
+if(NOT Catch2_FOUND)
+  message(FATAL_ERROR "Zero: the C++ tests need Catch2: apt-get install catch2, or -DZERO_BUILD_TESTS=OFF")
+endif()
+
+foreach(source IN LISTS ZERO_TEST_SOURCES)
+  get_filename_component(name ${source} NAME_WE)
+  add_executable(${name} ${source})
+  zero_target_defaults(${name})
+  target_link_libraries(${name} PRIVATE zero::zero zero_kernels Catch2::Catch2WithMain)
+  zero_link_openmp(${name})
+  add_test(NAME ${name} COMMAND ${name})
+  # A filter or a build that leaves no test to run is a failure, not a success.
+  set_tests_properties(
+    ${name}
+    PROPERTIES TIMEOUT 120
+               ENVIRONMENT "OMP_NUM_THREADS=2"
+               FAIL_REGULAR_EXPRESSION "No tests ran")
+endforeach()

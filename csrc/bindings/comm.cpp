@@ -1,0 +1,49 @@
+// How this process finds its peers, and how a thread that waits for them lets
+// go of the interpreter.
+
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <zero/comm/blocking.h>
+#include <zero/comm/init.h>
+
+namespace zero::bindings {
+namespace {
+
+// A thread that holds the GIL must not wait for other ranks with it: what it
+// waits for may need the GIL (ranks as threads, Python hooks, the release of a
+// tensor that Python knows).
+void* release_gil() {
+  return Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
+}
+
+void reacquire_gil(void* state) {
+  if (state != nullptr) {
+    PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+  }
+}
+
+} // namespace
+
+void init_comm(py::module_& module) {
+  comm::set_blocking_hooks(&release_gil, &reacquire_gil);
+
+  py::class_<LaunchEnvironment>(module, "LaunchEnvironment", "What a launcher told this process.")
+      .def_readonly("rank", &LaunchEnvironment::rank)
+      .def_readonly("world_size", &LaunchEnvironment::world_size)
+      .def_readonly("local_rank", &LaunchEnvironment::local_rank)
+      .def_readonly("master_addr", &LaunchEnvironment::master_addr)
+      .def_readonly("master_port", &LaunchEnvironment::master_port)
+      .def_readonly(
+          "launcher",
+          &LaunchEnvironment::launcher,
+          "\"torchrun\", \"openmpi\", \"pmi\" or \"slurm\".");
+  module.def(
+      "launch_environment",
+      &launch_environment,
+      "What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.\n"
+      "Raises ValueError naming a variable that is missing or malformed.");
+}
+
+} // namespace zero::bindings

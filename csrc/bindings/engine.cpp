@@ -1,0 +1,281 @@
+// The engine. Every method lets go of the GIL before the engine takes its mutex:
+// a thread that took them in the other order would deadlock.
+
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <zero/comm/init.h>
+#include <zero/optim/engine.h>
+
+namespace zero::bindings {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Parameters = std::vector<std::tuple<std::string, at::Tensor, int64_t>>;
+using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
+
+std::vector<NamedParameter> named(Parameters parameters) {
+  std::vector<NamedParameter> result;
+  result.reserve(parameters.size());
+  for (auto& [name, tensor, group] : parameters) {
+    result.push_back({.name = std::move(name), .tensor = std::move(tensor), .group = group});
+  }
+  return result;
+}
+
+std::shared_ptr<Engine>
+create(Parameters parameters, Buffers buffers, const Options& options, const Group& group) {
+  return Engine::create(
+      named(std::move(parameters)),
+      std::move(buffers),
+      options,
+      comm::make_communicator(group, options.timeout));
+}
+
+py::dict bytes_of(const memory::Usage& usage) {
+  py::dict result;
+  result["parameters"] = usage.parameters;
+  result["gradients"] = usage.gradients;
+  result["optimizer_state"] = usage.optimizer_state;
+  result["buffers"] = usage.buffers;
+  return result;
+}
+
+py::dict bytes_of(const comm::Traffic& traffic) {
+  py::dict result;
+  result["reduce_scatter"] = traffic.reduce_scatter.bytes;
+  result["all_gather"] = traffic.all_gather.bytes;
+  result["all_reduce"] = traffic.all_reduce.bytes;
+  result["broadcast"] = traffic.broadcast.bytes;
+  return result;
+}
+
+py::dict report(const Engine& engine) {
+  Engine::Report report;
+  {
+    py::gil_scoped_release release;
+    report = engine.report();
+  }
+  py::dict theory;
+  theory["held"] = bytes_of(report.theory_held);
+  theory["traffic"] = report.theory_traffic;
+  py::dict result;
+  result["held"] = bytes_of(report.held);
+  result["peak"] = bytes_of(report.peak);
+  result["traffic"] = bytes_of(report.traffic);
+  result["theory"] = theory;
+  result["steps"] = report.steps;
+  result["padding"] = report.padding;
+  return result;
+}
+
+using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
+
+void bind_identity(EngineClass& engine) {
+  engine
+      .def_static(
+          "create",
+          &create,
+          py::arg("parameters"),
+          py::arg("buffers"),
+          py::arg("options"),
+          py::arg("group").none(true),
+          NoGil(),
+          "[collective] The engine of `parameters` (name, tensor, group index), with rank 0's values\n"
+          "of them and of `buffers`, over a private group with the members of `group` (None: one\n"
+          "rank). Raises before any change when ranks differ, naming the first difference.")
+      .def(
+          "add_parameters",
+          [](Engine& self, Parameters parameters) {
+            self.add_parameters(named(std::move(parameters)));
+          },
+          py::arg("parameters"),
+          NoGil(),
+          "[collective] More parameters, in a new group.")
+      .def_property_readonly("options", [](const Engine& self) { return self.options(); })
+      .def_property_readonly("rank", &Engine::rank)
+      .def_property_readonly("world_size", &Engine::world_size)
+      .def("parameter_count", &Engine::parameter_count, NoGil(), "How many parameters it manages.")
+      .def(
+          "parameter",
+          [](const Engine& self, int64_t index) {
+            const NamedParameter& parameter = self.parameter(index);
+            return std::make_tuple(parameter.name, parameter.tensor, parameter.group);
+          },
+          py::arg("index"),
+          NoGil(),
+          "(name, tensor, group index) of a parameter.")
+      .def(
+          "index_of",
+          &Engine::index_of,
+          py::arg("parameter"),
+          NoGil(),
+          "The index of a managed parameter; -1 for any other tensor.");
+}
+
+void bind_training(EngineClass& engine) {
+  engine
+      .def(
+          "set_gradient_stand_ins",
+          &Engine::set_gradient_stand_ins,
+          py::arg("stand_ins"),
+          NoGil(),
+          "Stages 1 and 2: what `.grad` is once it was reduced, by parameter.")
+      .def(
+          "set_requires_gradient_sync",
+          &Engine::set_requires_gradient_sync,
+          py::arg("sync"),
+          NoGil(),
+          "False: backward accumulates without traffic.")
+      .def("requires_gradient_sync", &Engine::requires_gradient_sync, NoGil())
+      .def(
+          "step",
+          &Engine::step,
+          py::arg("rules"),
+          NoGil(),
+          "[collective] One step by native rules, one rule a group.")
+      .def(
+          "begin_step",
+          &Engine::begin_step,
+          NoGil(),
+          "[collective] Opens a step by somebody else's rule: shard_gradient() is final.")
+      .def(
+          "end_step",
+          &Engine::end_step,
+          NoGil(),
+          "[collective] Closes it: what was written to shard_parameter() goes to all ranks.")
+      .def(
+          "stepping",
+          &Engine::stepping,
+          NoGil(),
+          "Indices of the parameters that have a gradient and a part on this rank.")
+      .def(
+          "shard_parameter",
+          &Engine::shard_parameter,
+          py::arg("index"),
+          NoGil(),
+          "A one-dimensional view of this rank's part of a parameter; empty without one.")
+      .def(
+          "shard_gradient",
+          &Engine::shard_gradient,
+          py::arg("index"),
+          NoGil(),
+          "A one-dimensional view of this rank's part of the reduced gradient.")
+      .def("zero_grad", &Engine::zero_grad, py::arg("set_to_none"), NoGil())
+      .def(
+          "grad_norm",
+          &Engine::grad_norm,
+          py::arg("norm_type"),
+          NoGil(),
+          "[collective] The norm of the whole gradient; the same bits on every rank.")
+      .def(
+          "clip_grad_norm",
+          &Engine::clip_grad_norm,
+          py::arg("max_norm"),
+          py::arg("norm_type"),
+          NoGil(),
+          "[collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.")
+      .def(
+          "synchronize",
+          &Engine::synchronize,
+          NoGil(),
+          "[collective] Reduces what backward left unreduced and waits for every transfer.")
+      .def(
+          "wait_parameters",
+          &Engine::wait_parameters,
+          NoGil(),
+          "Waits until the parameters of the last step have arrived. Starts no transfer.");
+}
+
+void bind_inspection(EngineClass& engine) {
+  engine
+      .def(
+          "full_parameter",
+          &Engine::full_parameter,
+          py::arg("index"),
+          NoGil(),
+          "[collective at stages 1 and 2] The whole parameter.")
+      .def(
+          "full_gradient",
+          [](Engine& self, int64_t index) -> std::optional<at::Tensor> {
+            at::Tensor gradient = self.full_gradient(index);
+            return gradient.defined() ? std::make_optional(gradient) : std::nullopt;
+          },
+          py::arg("index"),
+          NoGil(),
+          "[collective at stages 1 and 2] The whole reduced gradient; None when there is none.")
+      .def(
+          "full_state",
+          &Engine::full_state,
+          py::arg("index"),
+          NoGil(),
+          "[collective at stages 1 and 2] Whole state of a native rule, by name; empty before a step.")
+      .def(
+          "load_full_state",
+          &Engine::load_full_state,
+          py::arg("index"),
+          py::arg("state"),
+          NoGil(),
+          "Sets the state of a native rule from whole tensors; an empty dict clears it.")
+      .def(
+          "unshard",
+          &Engine::unshard,
+          py::arg("index"),
+          py::arg("shard"),
+          NoGil(),
+          "[collective at stages 1 and 2] A tensor of the shape of shard_parameter() made whole.")
+      .def(
+          "shard",
+          &Engine::shard,
+          py::arg("index"),
+          py::arg("whole"),
+          NoGil(),
+          "This rank's part of a whole tensor of the parameter's shape.")
+      .def("report_table", &Engine::report_table, NoGil(), "The report as an aligned table.")
+      .def("report", &report, "What is held, was held at most and was sent, in bytes, beside theory.");
+}
+
+void bind_agreement(EngineClass& engine) {
+  engine
+      .def(
+          "broadcast_parameters",
+          &Engine::broadcast_parameters,
+          py::arg("indices"),
+          py::arg("root"),
+          NoGil(),
+          "[collective] Rank `root`'s current values of parameters to all ranks.")
+      .def(
+          "broadcast",
+          &Engine::broadcast,
+          py::arg("tensors"),
+          py::arg("root"),
+          NoGil(),
+          "[collective] Rank `root`'s values of tensors that it doesn't manage to all ranks.")
+      .def(
+          "agree_any",
+          &Engine::agree_any,
+          py::arg("value"),
+          NoGil(),
+          "[collective] Whether any rank says true.")
+      .def(
+          "exchange",
+          &Engine::exchange,
+          py::arg("bytes"),
+          NoGil(),
+          "[collective] Every rank's bytes (one-dimensional uint8, any length), in rank order.");
+}
+
+} // namespace
+
+void init_engine(py::module_& module) {
+  EngineClass engine(module, "Engine", "What carries a model through training; one per model.");
+  bind_identity(engine);
+  bind_training(engine);
+  bind_inspection(engine);
+  bind_agreement(engine);
+}
+
+} // namespace zero::bindings

@@ -1,0 +1,52 @@
+// Trains a small module for three steps and fails unless the loss falls.
+
+#include <iostream>
+#include <memory>
+#include <vector>
+
+#include <torch/torch.h>
+#include <zero/zero.h>
+
+namespace {
+
+struct Net : torch::nn::Module {
+  Net() {
+    up = register_module("up", torch::nn::Linear(7, 13));
+    down = register_module("down", torch::nn::Linear(13, 1));
+  }
+
+  torch::Tensor forward(const torch::Tensor& x) {
+    return down->forward(torch::tanh(up->forward(x)));
+  }
+
+  torch::nn::Linear up{nullptr};
+  torch::nn::Linear down{nullptr};
+};
+
+} // namespace
+
+int main() {
+  torch::manual_seed(0);
+  auto group = zero::init();
+  auto model = std::make_shared<Net>();
+  zero::ZeroOptimizer optimizer(*model, {.stage = 2}, zero::AdamW{.lr = 1e-2}, group);
+
+  const torch::Tensor x = torch::randn({32, 7});
+  const torch::Tensor y = x.sum(1, /*keepdim=*/true);
+  std::vector<double> losses;
+  for (int step = 0; step <= 3; ++step) {
+    torch::Tensor loss = torch::mse_loss(model->forward(x), y);
+    losses.push_back(loss.item<double>());
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  std::cout << "loss";
+  bool falls = true;
+  for (size_t i = 0; i < losses.size(); ++i) {
+    std::cout << ' ' << losses[i];
+    falls = falls && (i == 0 || losses[i] < losses[i - 1]);
+  }
+  std::cout << (falls ? "" : ": expected it to fall") << '\n';
+  return falls ? 0 : 1;
+}

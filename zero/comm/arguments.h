@@ -1,0 +1,67 @@
+#pragma once
+
+// The arguments of a collective, checked on the caller's thread before anything
+// is sent, as the pointers and sizes that the algorithms work on.
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <zero/comm/communicator.h>
+
+namespace zero::comm {
+
+struct Place {
+  int64_t rank = 0;
+  int64_t size = 1;
+};
+
+// A reduction over `whole` (place.size shards) into `shard`. The tensors keep the
+// memory alive.
+struct ReduceArguments {
+  at::Tensor input;
+  at::Tensor output;
+  at::Tensor addend;
+  const char* whole = nullptr;
+  char* shard = nullptr;
+  const char* addend_data = nullptr;
+  at::ScalarType dtype = at::kFloat;
+  int64_t count = 0; // elements of a shard
+  int64_t item_size = 0;
+  double divisor = 1.0;
+
+  int64_t shard_bytes() const {
+    return count * item_size;
+  }
+};
+
+struct GatherArguments {
+  at::Tensor input;
+  at::Tensor output;
+  const char* shard = nullptr;
+  char* whole = nullptr;
+  int64_t shard_bytes = 0;
+};
+
+// All throw c10::ValueError or c10::TypeError that names the operation.
+ReduceArguments check_reduce_scatter(
+    const Place& place,
+    const at::Tensor& output,
+    const at::Tensor& input,
+    const Reduction& reduction,
+    const Tag& tag);
+ReduceArguments check_all_reduce(
+    const Place& place,
+    const at::Tensor& tensor,
+    const Reduction& reduction,
+    const Tag& tag);
+GatherArguments check_all_gather(
+    const Place& place,
+    const at::Tensor& output,
+    const at::Tensor& input,
+    const Tag& tag);
+void check_broadcast(const Place& place, const at::Tensor& tensor, int64_t root, const Tag& tag);
+void check_exchange(const Place& place, const at::Tensor& bytes, const Tag& tag);
+
+} // namespace zero::comm

@@ -1,0 +1,3 @@
+#pragma once
+
+// Empty: see [Note: gloo shim] in gloo/algorithm.h.

@@ -1,0 +1,10 @@
+#pragma once
+
+// See [Note: gloo shim] in gloo/algorithm.h.
+
+namespace gloo::transport {
+
+class Device;
+class UnboundBuffer;
+
+} // namespace gloo::transport

@@ -1,0 +1,296 @@
+// Gloo's own timeouts and closed connections, in words; see peer_exchange.h.
+
+#include <zero/comm/peer_exchange.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <zero/comm/milliseconds.h>
+
+namespace zero::comm {
+
+struct PeerExchange::Transfer {
+  c10::intrusive_ptr<c10d::Work> work;
+  int64_t peer = 0;
+  bool finished = false;
+  std::string refused; // why it could not even be posted
+};
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int32_t kHeaderChannel = 1;
+constexpr int32_t kPayloadChannel = 2;
+constexpr int64_t kHeaderBytes = sizeof(OperationHeader);
+constexpr std::chrono::milliseconds kFarewellTime{500};
+constexpr std::string_view kPrefix = "[zero.comm] ";
+
+// What peers are told goes into their errors, which have a prefix of their own.
+std::string_view without_prefix(std::string_view text) {
+  return text.substr(0, kPrefix.size()) == kPrefix ? text.substr(kPrefix.size()) : text;
+}
+
+std::string first_line(std::string_view text) {
+  return std::string(text.substr(0, text.find('\n')));
+}
+
+} // namespace
+
+PeerExchange::PeerExchange(c10::intrusive_ptr<c10d::Backend> backend, double timeout_seconds)
+    : backend_(std::move(backend)),
+      rank_(backend_->getRank()),
+      size_(backend_->getSize()),
+      timeout_seconds_(timeout_seconds),
+      description_("the set-up"),
+      headers_(at::empty({size_, kHeaderBytes}, at::kByte)),
+      header_receives_(size_) {
+  // A receive that is posted ahead saves its sender a round trip, and lets a peer
+  // that fails say so at any time.
+  for (int64_t i = 1; i < size_; ++i) {
+    post_header_receive(before(i));
+  }
+}
+
+PeerExchange::~PeerExchange() = default;
+
+PeerExchange::TransferPtr
+PeerExchange::post(Span span, int64_t peer, int32_t channel, bool is_send) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = peer;
+  if (span.size == 0) {
+    transfer->finished = true;
+    return transfer;
+  }
+  // The tensor that Gloo holds while the message is in flight holds the owner.
+  std::vector<at::Tensor> message{at::from_blob(
+      span.data, {span.size}, [owner = std::move(span.owner)](void*) {}, at::kByte)};
+  try {
+    const auto number = static_cast<int>(peer);
+    transfer->work = is_send ? backend_->send(message, number, channel)
+                             : backend_->recv(message, number, channel);
+  } catch (const std::exception& error) {
+    // Reported by wait(): a peer may leave after an operation whose rest doesn't
+    // need it.
+    transfer->refused = error.what();
+  }
+  return transfer;
+}
+
+PeerExchange::TransferPtr PeerExchange::send(Span span, int64_t peer) {
+  return post(std::move(span), peer, kPayloadChannel, true);
+}
+
+PeerExchange::TransferPtr PeerExchange::receive(Span span, int64_t peer) {
+  return post(std::move(span), peer, kPayloadChannel, false);
+}
+
+void PeerExchange::post_header_receive(int64_t peer) {
+  auto* row = headers_.mutable_data_ptr<uint8_t>() + peer * kHeaderBytes;
+  header_receives_[peer] =
+      post({headers_, reinterpret_cast<char*>(row), kHeaderBytes}, peer, kHeaderChannel, false);
+}
+
+void PeerExchange::wait(const TransferPtr& transfer) {
+  if (transfer->finished) {
+    return;
+  }
+  if (!transfer->work) {
+    fail(*transfer, transfer->refused, false);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (interrupted_) {
+      fail_interrupted();
+    }
+    waiting_ = transfer.get();
+  }
+  const auto start = Clock::now();
+  const auto limit = to_milliseconds(timeout_seconds_);
+  std::string cause;
+  bool completed = false;
+  try {
+    completed = transfer->work->wait(limit);
+  } catch (const std::exception& error) {
+    cause = error.what();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    waiting_ = nullptr;
+    if (!completed && interrupted_) {
+      fail_interrupted();
+    }
+  }
+  if (!completed) {
+    // Gloo throws the same type for both.
+    const bool timed_out = Clock::now() - start >= limit &&
+        cause.find("closed by peer") == std::string::npos;
+    fail(*transfer, cause, timed_out);
+  }
+  transfer->finished = true;
+}
+
+void PeerExchange::wait(const std::vector<TransferPtr>& transfers) {
+  for (const auto& transfer : transfers) {
+    wait(transfer);
+  }
+}
+
+OperationHeader PeerExchange::receive_header(int64_t peer) {
+  wait(header_receives_[peer]);
+  OperationHeader header;
+  std::memcpy(
+      static_cast<void*>(&header),
+      headers_.const_data_ptr<uint8_t>() + peer * kHeaderBytes,
+      sizeof(header));
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      header.kind != OperationHeader::kGaveUp,
+      kPrefix, "rank ", peer, " gave up: ", why_gave_up(header), " (", where(), ")");
+  return header;
+}
+
+std::vector<OperationHeader> PeerExchange::open(OperationHeader own, std::string description) {
+  description_ = std::move(description);
+  opening_ = true;
+  own.sequence = sequence_++;
+  auto* row = headers_.mutable_data_ptr<uint8_t>() + rank_ * kHeaderBytes;
+  std::memcpy(row, &own, sizeof(own));
+  header_sends_.clear();
+  for (int64_t i = 1; i < size_; ++i) {
+    header_sends_.push_back(
+        post({headers_, reinterpret_cast<char*>(row), kHeaderBytes}, after(i), kHeaderChannel, true));
+  }
+  std::vector<OperationHeader> headers(size_, own);
+  try {
+    for (int64_t i = 1; i < size_; ++i) {
+      headers[before(i)] = receive_header(before(i));
+    }
+  } catch (...) {
+    // A rank that went elsewhere explains a rank that did not come.
+    compare(headers);
+    throw;
+  }
+  wait(header_sends_); // before any complaint: the peers need it for theirs
+  compare(headers);
+  for (int64_t i = 1; i < size_; ++i) {
+    post_header_receive(before(i));
+  }
+  opening_ = false;
+  return headers;
+}
+
+void PeerExchange::compare(const std::vector<OperationHeader>& headers) const {
+  for (int64_t peer = 1; peer < size_; ++peer) {
+    TORCH_CHECK_WITH(
+        DistBackendError,
+        same_operation(headers[0], headers[peer]),
+        kPrefix, describe_mismatch(0, headers[0], peer, headers[peer]));
+  }
+}
+
+void PeerExchange::close() {
+  wait(header_sends_);
+  header_sends_.clear();
+}
+
+std::string PeerExchange::where() const {
+  return c10::str("in ", description_, ", rank ", rank_, " of ", size_);
+}
+
+void PeerExchange::fail_interrupted() const {
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      false,
+      kPrefix, "rank ", rank_, " of ", size_, " closed its communicator during ", description_,
+      "; an optimizer or a module was destroyed before its operations were done");
+}
+
+void PeerExchange::fail(const Transfer& transfer, const std::string& cause, bool timed_out) {
+  const auto peer = transfer.peer;
+  if (timed_out) {
+    TORCH_CHECK_WITH(
+        DistBackendError,
+        false,
+        kPrefix, "rank ", peer, opening_ ? " did not take part in " : " stopped answering in ",
+        description_, " within ", timeout_seconds_, " s (rank ", rank_, " of ", size_,
+        " was waiting); see whether rank ", peer,
+        " failed, is stuck or takes another path, or raise the timeout");
+  }
+  // A peer that failed says why on the header channel before it disconnects.
+  auto last_words = std::exchange(header_receives_[peer], nullptr);
+  if (last_words && last_words->work && last_words.get() != &transfer) {
+    bool arrived = false;
+    try {
+      arrived = last_words->work->wait(std::chrono::milliseconds(100));
+    } catch (const std::exception&) {
+      arrived = false;
+    }
+    OperationHeader header;
+    std::memcpy(
+        static_cast<void*>(&header),
+        headers_.const_data_ptr<uint8_t>() + peer * kHeaderBytes,
+        sizeof(header));
+    TORCH_CHECK_WITH(
+        DistBackendError,
+        !arrived || header.kind != OperationHeader::kGaveUp,
+        kPrefix, "rank ", peer, " gave up: ", why_gave_up(header), " (", where(), ")");
+  }
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      false,
+      kPrefix, "rank ", peer, " closed its connection during ", description_, " (rank ", rank_,
+      " of ", size_, "); it ended or failed first: see its own error [", first_line(cause), "]");
+}
+
+void PeerExchange::say_farewell(std::string_view why) {
+  const auto header = make_gave_up(without_prefix(first_line(why)));
+  auto copy = at::empty({kHeaderBytes}, at::kByte);
+  std::memcpy(copy.mutable_data_ptr(), &header, sizeof(header));
+  std::vector<TransferPtr> farewells;
+  for (int64_t i = 1; i < size_; ++i) {
+    farewells.push_back(post(
+        {copy, static_cast<char*>(copy.mutable_data_ptr()), kHeaderBytes},
+        after(i), kHeaderChannel, true));
+  }
+  const auto deadline = Clock::now() + kFarewellTime;
+  for (const auto& farewell : farewells) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    try {
+      if (farewell->work) {
+        farewell->work->wait(std::max(left, std::chrono::milliseconds(1)));
+      }
+    } catch (const std::exception&) {
+      continue; // that peer is gone; the others may listen
+    }
+  }
+}
+
+void PeerExchange::give_up(std::string_view why) noexcept {
+  try {
+    say_farewell(why);
+  } catch (const std::exception&) {
+    // The peers see the closed connection all the same.
+  }
+  header_receives_.assign(size_, nullptr);
+  header_sends_.clear();
+  backend_.reset();
+}
+
+void PeerExchange::interrupt() {
+  const std::lock_guard lock(mutex_);
+  interrupted_ = true;
+  if (waiting_ != nullptr) {
+    waiting_->work->abort();
+  }
+}
+
+} // namespace zero::comm

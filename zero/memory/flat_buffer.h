@@ -1,0 +1,63 @@
+#pragma once
+
+// Owned, accounted, one-dimensional memory, and the raw moves of bytes between
+// such buffers (no dispatch, so they are invisible to autograd and to observers).
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include <zero/memory/account.h>
+
+namespace zero::memory {
+
+class FlatBuffer {
+ public:
+  FlatBuffer() = default;
+  // `numel` elements, zeroed.
+  FlatBuffer(
+      int64_t numel,
+      const at::TensorOptions& options,
+      Purpose purpose,
+      std::shared_ptr<Account> account);
+  FlatBuffer(FlatBuffer&& other) noexcept;
+  FlatBuffer& operator=(FlatBuffer&& other) noexcept;
+  FlatBuffer(const FlatBuffer&) = delete;
+  FlatBuffer& operator=(const FlatBuffer&) = delete;
+  ~FlatBuffer();
+
+  explicit operator bool() const {
+    return tensor_.defined();
+  }
+  const at::Tensor& tensor() const {
+    return tensor_;
+  }
+  // Elements [begin, begin + numel), as a tensor that shares the memory.
+  at::Tensor view(int64_t begin, int64_t numel) const;
+
+ private:
+  at::Tensor tensor_;
+  Purpose purpose_ = Purpose::buffers;
+  std::shared_ptr<Account> account_;
+};
+
+// One-dimensional tensor over elements [begin, begin + numel) of a dense one, in
+// the order of its memory.
+at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel);
+
+// Sets elements [begin, begin + numel) of a dense tensor's memory to zero.
+void zero_elements(const at::Tensor& dense, int64_t begin, int64_t numel);
+
+// target[target_begin + k] = source[source_begin + k] for k < numel; both dense,
+// of one dtype.
+void copy_elements(
+    const at::Tensor& target,
+    int64_t target_begin,
+    const at::Tensor& source,
+    int64_t source_begin,
+    int64_t numel);
+
+// Pointer to an element of a dense tensor's memory.
+void* element(const at::Tensor& dense, int64_t index);
+
+} // namespace zero::memory

@@ -1,0 +1,77 @@
+#pragma once
+
+// A storage whose bytes lie in a larger slab. The StorageImpl stays the same for
+// its whole life while its pointer comes and goes: closed, it has no data, and
+// whatever reads it without going through the on-use guard gets a named error.
+// The slab lives as long as an open view of it.
+
+#include <string>
+#include <utility>
+
+#include <ATen/core/Tensor.h>
+
+#include <zero/api.h>
+
+namespace zero::memory {
+
+// Who can bring a closed view back just before an operation reads it.
+class OnUse {
+ public:
+  // Called from any thread, without the GIL, with observers off. Failures are
+  // left in the view's message, which the operation then raises.
+  virtual void before_use(const char* operation) noexcept = 0;
+
+ protected:
+  ~OnUse() = default;
+};
+
+class SlabView {
+ public:
+  SlabView() = default;
+  SlabView(SlabView&&) noexcept = default;
+  SlabView& operator=(SlabView&& other) noexcept;
+  SlabView(const SlabView&) = delete;
+  SlabView& operator=(const SlabView&) = delete;
+  // A closed view that still has its bytes opens again.
+  ~SlabView();
+
+  // Moves the bytes of a dense tensor into the slab at an element offset. The
+  // tensor keeps its identity, shape and strides; so does its storage where it
+  // belongs to this tensor alone (`own_storage`), so that aliases stay right.
+  static SlabView
+  adopt(at::Tensor& tensor, const at::Tensor& slab, int64_t offset, bool own_storage);
+
+  // A new tensor of that shape, without data until point_to(); not a view for
+  // autograd.
+  static std::pair<at::Tensor, SlabView>
+  make(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
+
+  // Opens on elements of a slab from `offset` on.
+  void point_to(const at::Tensor& slab, int64_t offset);
+  // Takes the data away; open() brings it back. `on_use` may be null.
+  void close(std::string message, OnUse* on_use);
+  void open();
+  // Takes the data away for good: the slab is let go.
+  void release(std::string message);
+  // Replaces the message of a closed view.
+  void set_message(std::string message);
+
+  bool closed() const {
+    return closed_;
+  }
+  // Whether the tensor still uses this storage.
+  bool holds(const at::Tensor& tensor) const;
+  // Copies the values of a tensor that was moved to other storage back into the
+  // slab, and the tensor with them. Shape and dtype must be those of adopt().
+  void take_back(at::Tensor& tensor, const at::Tensor& slab, int64_t offset);
+
+  // Who closed the storage; null when it is open or not one of ours.
+  static OnUse* closed_by(const at::Tensor& tensor) noexcept;
+
+ private:
+  c10::Storage storage_;
+  c10::DataPtr parked_;
+  bool closed_ = false;
+};
+
+} // namespace zero::memory

@@ -1,0 +1,333 @@
+#include <zero/optim/engine_impl.h>
+
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include <zero/autograd/backward_end.h>
+#include <zero/autograd/use_guard.h>
+#include <zero/optim/gradient_norm.h>
+#include <zero/optim/native_step.h>
+#include <zero/sharding/agreement.h>
+
+namespace zero {
+namespace {
+
+std::unique_ptr<sharding::GradientStorage> make_storage(
+    const Options& options,
+    sharding::ParameterTable& table,
+    const std::shared_ptr<comm::Communicator>& communicator,
+    const std::shared_ptr<memory::Account>& account) {
+  const double divisor = options.average ? static_cast<double>(communicator->size()) : 1.0;
+  const sharding::GradientContext context{table, communicator, account, divisor};
+  switch (options.stage) {
+    case 0:
+      return sharding::make_replicated_gradients(context);
+    case 1:
+      return sharding::make_whole_gradients(context);
+    default:
+      return sharding::make_sharded_gradients(context);
+  }
+}
+
+} // namespace
+
+Engine::Impl::Impl(const Options& given, std::shared_ptr<comm::Communicator> with)
+    : options(given),
+      communicator(std::move(with)),
+      account(std::make_shared<memory::Account>()),
+      table(options, communicator->rank(), communicator->size(), account),
+      gradients(
+          table,
+          communicator,
+          make_storage(options, table, communicator, account),
+          options.stage == 0),
+      state(table, account) {
+  if (options.stage > 0 && communicator->size() > 1) {
+    gather = std::make_unique<sharding::ParameterGather>(
+        table, communicator, &autograd::want_use_guard);
+  }
+}
+
+Engine::Impl::~Impl() {
+  gather.reset(); // waits, and leaves whole values in the parameters
+  gradients.forget();
+}
+
+void Engine::Impl::before_accumulate(int64_t index) {
+  const int64_t backward = gradients.before_accumulate(index);
+  if (backward == 0) {
+    return;
+  }
+  const std::weak_ptr<Impl> self = weak_from_this();
+  autograd::at_end_of_backward(
+      [self, backward] {
+        if (const auto alive = self.lock()) {
+          alive->gradients.end_backward(backward);
+        }
+      },
+      [self, backward] {
+        if (const auto alive = self.lock()) {
+          alive->gradients.abandon(backward);
+        }
+      });
+}
+
+void Engine::Impl::after_accumulate(int64_t index) {
+  gradients.after_accumulate(index);
+}
+
+void Engine::Impl::broadcast(const at::Tensor& tensor, int64_t root, const std::string& what) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = tensor.detach().contiguous();
+  communicator->broadcast(dense, root, {what, 0, gradients.steps(), false})->wait();
+  if (!dense.is_alias_of(tensor)) {
+    tensor.detach().copy_(dense);
+  }
+}
+
+void Engine::Impl::append(
+    std::vector<NamedParameter> parameters,
+    const std::vector<std::pair<std::string, at::Tensor>>& buffers) {
+  table.check_new(parameters);
+  sharding::require_agreement(*communicator, parameters, buffers, options);
+  const int64_t first = table.size();
+  const int64_t first_bucket = table.bucket_count();
+  table.append(std::move(parameters));
+  for (int64_t b = first_bucket; b < table.bucket_count(); ++b) {
+    broadcast(table.bucket(b).values.tensor(), 0, table.bucket(b).what);
+  }
+  for (int64_t i = first; i < table.size(); ++i) {
+    const sharding::ParameterEntry& entry = table.entry(i);
+    if (!entry.trainable) {
+      broadcast(entry.parameter.tensor, 0, "parameter '" + entry.parameter.name + "'");
+    }
+  }
+  for (const auto& [name, tensor] : buffers) {
+    broadcast(tensor, 0, "buffer '" + name + "'");
+  }
+  gradients.grow();
+  for (int64_t i = first; i < table.size(); ++i) {
+    const sharding::ParameterEntry& entry = table.entry(i);
+    hooks.push_back(
+        entry.trainable
+            ? autograd::hook_accumulation(entry.parameter.tensor, i, weak_from_this())
+            : nullptr);
+  }
+}
+
+void Engine::Impl::settle() {
+  TORCH_CHECK(
+      !autograd::inside_backward(),
+      "[zero.optim] gradients and parameters can't be read or stepped inside backward (rank ",
+      communicator->rank(),
+      " of ",
+      communicator->size(),
+      "); call step, clip_grad_norm_ and full_grad after backward has returned");
+  if (gather) {
+    gather->wait_all();
+  }
+  gradients.flush();
+  table.reattach();
+  gradients.import_assigned();
+}
+
+bool Engine::Impl::any_gradient(int64_t bucket) const {
+  for (const int64_t index : table.bucket(bucket).layout.parameters) {
+    if (gradients.has_gradient(index)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void Engine::Impl::publish(int64_t bucket) {
+  for (const int64_t index : table.bucket(bucket).layout.parameters) {
+    if (gradients.has_gradient(index)) {
+      table.entry(index).parameter.tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  if (gather) {
+    gather->start(bucket, gradients.steps());
+  }
+}
+
+layout::Range Engine::Impl::updated(int64_t index) const {
+  const sharding::ParameterEntry& entry = table.entry(index);
+  if (!entry.trainable) {
+    return {};
+  }
+  const layout::Range common =
+      layout::intersect(entry.slot.range(), gradients.reduced_range(entry.slot.bucket));
+  return common.size() > 0
+      ? layout::Range{common.begin - entry.slot.offset, common.end - entry.slot.offset}
+      : layout::Range{};
+}
+
+const sharding::ParameterEntry& Engine::Impl::checked(int64_t index) const {
+  TORCH_CHECK_INDEX(
+      index >= 0 && index < table.size(),
+      "[zero.optim] expected a parameter index in [0, ",
+      table.size(),
+      "), got ",
+      index);
+  return table.entry(index);
+}
+
+Engine::Engine(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Engine::~Engine() = default;
+
+std::shared_ptr<Engine> Engine::create(
+    std::vector<NamedParameter> parameters,
+    std::vector<std::pair<std::string, at::Tensor>> buffers,
+    const Options& options,
+    std::shared_ptr<comm::Communicator> communicator) {
+  options.validate();
+  TORCH_CHECK_VALUE(!parameters.empty(), "[zero.optim] expected at least one parameter, got none");
+  const c10::InferenceMode normal(false);
+  auto impl = std::make_shared<Impl>(options, std::move(communicator));
+  impl->append(std::move(parameters), buffers);
+  return std::shared_ptr<Engine>(new Engine(std::move(impl)));
+}
+
+void Engine::add_parameters(std::vector<NamedParameter> parameters) {
+  impl_->settle();
+  impl_->append(std::move(parameters), {});
+}
+
+const Options& Engine::options() const {
+  return impl_->options;
+}
+
+int64_t Engine::rank() const {
+  return impl_->communicator->rank();
+}
+
+int64_t Engine::world_size() const {
+  return impl_->communicator->size();
+}
+
+int64_t Engine::parameter_count() const {
+  return impl_->table.size();
+}
+
+const NamedParameter& Engine::parameter(int64_t index) const {
+  return impl_->checked(index).parameter;
+}
+
+int64_t Engine::index_of(const at::Tensor& parameter) const {
+  return impl_->table.index_of(parameter);
+}
+
+void Engine::set_gradient_stand_ins(std::vector<at::Tensor> stand_ins) {
+  impl_->gradients.set_stand_ins(std::move(stand_ins));
+}
+
+void Engine::set_requires_gradient_sync(bool sync) {
+  impl_->gradients.set_sync(sync);
+}
+
+bool Engine::requires_gradient_sync() const {
+  return impl_->gradients.sync();
+}
+
+void Engine::begin_step() {
+  impl_->account->mark();
+  impl_->settle();
+}
+
+void Engine::step(const std::vector<Rule>& rules) {
+  for (const Rule& rule : rules) {
+    validate(rule);
+  }
+  begin_step();
+  for (int64_t b = impl_->table.bucket_count() - 1; b >= 0; --b) {
+    if (!impl_->any_gradient(b)) {
+      continue;
+    }
+    const int64_t first = impl_->table.bucket(b).layout.parameters.front();
+    const int64_t group = impl_->table.entry(first).parameter.group;
+    TORCH_CHECK_VALUE(
+        group < static_cast<int64_t>(rules.size()),
+        "[zero.optim] expected a rule for each parameter group, got ",
+        rules.size(),
+        " for group ",
+        group);
+    impl_->state_tensors = static_cast<int64_t>(sharding::state_names(rules[group]).size());
+    optim::native_step(impl_->table, impl_->gradients, impl_->state, b, rules[group]);
+    impl_->publish(b);
+  }
+  impl_->gradients.count_step();
+}
+
+void Engine::end_step() {
+  for (int64_t b = impl_->table.bucket_count() - 1; b >= 0; --b) {
+    if (impl_->any_gradient(b)) {
+      impl_->publish(b);
+    }
+  }
+  impl_->gradients.count_step();
+}
+
+std::vector<int64_t> Engine::stepping() {
+  std::vector<int64_t> indices;
+  for (int64_t i = 0; i < impl_->table.size(); ++i) {
+    if (impl_->gradients.has_gradient(i) && impl_->updated(i).size() > 0) {
+      indices.push_back(i);
+    }
+  }
+  return indices;
+}
+
+at::Tensor Engine::shard_parameter(int64_t index) {
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  const layout::Range part = impl_->updated(index);
+  if (!entry.trainable) {
+    return memory::flat_view(entry.parameter.tensor, 0, 0);
+  }
+  return impl_->table.bucket(entry.slot.bucket)
+      .values.view(entry.slot.offset + part.begin, part.size());
+}
+
+at::Tensor Engine::shard_gradient(int64_t index) {
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  const layout::Range part = impl_->updated(index);
+  if (!impl_->gradients.has_gradient(index)) {
+    return {};
+  }
+  const int64_t held = impl_->gradients.reduced_range(entry.slot.bucket).begin;
+  return memory::flat_view(
+      impl_->gradients.reduced(entry.slot.bucket),
+      part.size() == 0 ? 0 : entry.slot.offset + part.begin - held,
+      part.size());
+}
+
+void Engine::zero_grad(bool set_to_none) {
+  impl_->gradients.zero(set_to_none);
+}
+
+double Engine::grad_norm(double norm_type) {
+  impl_->settle();
+  return optim::gradient_norm(impl_->table, impl_->gradients, *impl_->communicator, norm_type);
+}
+
+double Engine::clip_grad_norm(double max_norm, double norm_type) {
+  const double norm = grad_norm(norm_type);
+  const float coefficient = static_cast<float>(max_norm) / (static_cast<float>(norm) + 1e-6F);
+  if (!(coefficient >= 1.0F)) { // NaN scales, as in torch
+    optim::scale_gradients(impl_->table, impl_->gradients, coefficient);
+  }
+  return norm;
+}
+
+void Engine::synchronize() {
+  impl_->settle();
+}
+
+void Engine::account_foreign_state(int64_t bytes) {
+  impl_->account->add(
+      memory::Purpose::optimizer_state, bytes - impl_->account->held().optimizer_state);
+}
+
+} // namespace zero

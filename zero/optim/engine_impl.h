@@ -1,0 +1,53 @@
+#pragma once
+
+// The engine's parts. Which managers exist is decided by the stage, once, in
+// make_parts(); nothing else asks for it.
+
+#include <memory>
+#include <vector>
+
+#include <zero/autograd/accumulate_hooks.h>
+#include <zero/optim/engine.h>
+#include <zero/sharding/gradients.h>
+#include <zero/sharding/optimizer_state.h>
+#include <zero/sharding/parameter_gather.h>
+
+namespace zero {
+
+struct Engine::Impl final : autograd::AccumulateListener,
+                            std::enable_shared_from_this<Engine::Impl> {
+  Impl(const Options& options, std::shared_ptr<comm::Communicator> communicator);
+  ~Impl() override;
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void before_accumulate(int64_t index) override;
+  void after_accumulate(int64_t index) override;
+
+  // [collective] Checks, broadcasts and manages new parameters.
+  void append(
+      std::vector<NamedParameter> parameters,
+      const std::vector<std::pair<std::string, at::Tensor>>& buffers);
+  void broadcast(const at::Tensor& tensor, int64_t root, const std::string& what);
+  // Gradients reduced and taken in, parameters in place; not inside backward.
+  void settle();
+  // Hands the updated parameters of a bucket to autograd and to the other ranks.
+  void publish(int64_t bucket);
+  bool any_gradient(int64_t bucket) const;
+  // The part of a parameter that this rank updates, as elements of it.
+  layout::Range updated(int64_t index) const;
+  const sharding::ParameterEntry& checked(int64_t index) const;
+
+  const Options options;
+  const std::shared_ptr<comm::Communicator> communicator;
+  const std::shared_ptr<memory::Account> account;
+  sharding::ParameterTable table;
+  sharding::GradientManager gradients;
+  sharding::OptimizerStateManager state;
+  // Stages 1 and 2 of several ranks: updated shards travel after the step.
+  std::unique_ptr<sharding::ParameterGather> gather;
+  std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter
+  int64_t state_tensors = 2; // of the rule in use, for the theory
+};
+
+} // namespace zero

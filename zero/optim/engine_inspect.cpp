@@ -1,0 +1,180 @@
+// Engine's whole tensors: what a user inspects, saves and loads.
+
+#include <zero/optim/engine_impl.h>
+
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+namespace zero {
+namespace {
+
+// A whole tensor in a parameter's shape and strides.
+at::Tensor whole_like(const at::Tensor& parameter, c10::ScalarType type) {
+  return at::empty_strided(
+      parameter.sizes(),
+      parameter.strides(),
+      at::TensorOptions().dtype(type).device(parameter.device()));
+}
+
+at::Tensor as_bytes(const at::Tensor& flat) {
+  at::Tensor bytes = at::empty({static_cast<int64_t>(flat.nbytes())}, at::kByte);
+  if (flat.numel() > 0) {
+    const at::Tensor local = flat.detach().to(at::kCPU).contiguous();
+    std::memcpy(bytes.mutable_data_ptr(), local.const_data_ptr(), local.nbytes());
+  }
+  return bytes;
+}
+
+} // namespace
+
+at::Tensor Engine::full_parameter(int64_t index) {
+  impl_->settle();
+  const at::NoGradGuard no_grad;
+  return impl_->checked(index).parameter.tensor.detach().clone();
+}
+
+at::Tensor Engine::full_gradient(int64_t index) {
+  impl_->checked(index);
+  impl_->settle();
+  return impl_->gradients.has_gradient(index) ? unshard(index, shard_gradient(index))
+                                              : at::Tensor();
+}
+
+at::Tensor Engine::unshard(int64_t index, const at::Tensor& shard) {
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  const at::NoGradGuard no_grad;
+  const layout::Range part = impl_->updated(index);
+  TORCH_CHECK_VALUE(
+      !entry.trainable || shard.numel() == part.size(),
+      "[zero.optim] expected ",
+      part.size(),
+      " elements, this rank's part of parameter '",
+      entry.parameter.name,
+      "', got ",
+      shard.numel(),
+      " (rank ",
+      rank(),
+      " of ",
+      world_size(),
+      ")");
+  at::Tensor whole = whole_like(entry.parameter.tensor, shard.scalar_type());
+  if (part.size() == entry.slot.numel && impl_->options.stage == 0) {
+    memory::copy_elements(whole, 0, shard.contiguous(), 0, part.size());
+    return whole;
+  }
+  int64_t at = 0;
+  for (const at::Tensor& piece : exchange(as_bytes(shard))) {
+    const int64_t numel = piece.numel() / static_cast<int64_t>(whole.itemsize());
+    if (numel > 0) {
+      const at::Tensor typed = piece.view(whole.scalar_type());
+      memory::copy_elements(whole, at, typed, 0, numel);
+    }
+    at += numel;
+  }
+  return whole;
+}
+
+at::Tensor Engine::shard(int64_t index, const at::Tensor& whole) {
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  const at::Tensor& parameter = entry.parameter.tensor;
+  TORCH_CHECK_VALUE(
+      whole.sizes() == parameter.sizes(),
+      "[zero.optim] expected shape ",
+      parameter.sizes(),
+      " for parameter '",
+      entry.parameter.name,
+      "', got ",
+      whole.sizes());
+  const at::NoGradGuard no_grad;
+  at::Tensor dense = whole_like(parameter, whole.scalar_type());
+  dense.copy_(whole);
+  const layout::Range part = impl_->updated(index);
+  return memory::flat_view(dense, part.begin, part.size()).clone();
+}
+
+std::map<std::string, at::Tensor> Engine::full_state(int64_t index) {
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  std::map<std::string, at::Tensor> whole;
+  const int64_t steps = entry.trainable ? impl_->state.step_count(index) : 0;
+  if (steps == 0) {
+    return whole;
+  }
+  const layout::Range part = impl_->updated(index);
+  const int64_t held = impl_->gradients.reduced_range(entry.slot.bucket).begin;
+  // Copies: existing() may be empty on a rank without a part.
+  const std::vector<std::string> names = impl_->state.names(entry.slot.bucket);
+  for (size_t k = 0; k < names.size(); ++k) {
+    const at::Tensor flat = impl_->state.existing(entry.slot.bucket)[k].view(
+        part.size() == 0 ? 0 : entry.slot.offset + part.begin - held, part.size());
+    whole[names[k]] = unshard(index, flat);
+  }
+  whole["step"] = at::full({}, static_cast<double>(steps), at::kFloat);
+  return whole;
+}
+
+void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tensor>& state) {
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  if (!entry.trainable) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<std::string> names;
+  int64_t steps = state.empty() ? 0 : 1;
+  for (const auto& [name, tensor] : state) {
+    if (name == "step") {
+      steps = static_cast<int64_t>(tensor.to(at::kDouble).item<double>());
+    } else {
+      names.push_back(name);
+    }
+  }
+  impl_->state.step_count(index) = steps;
+  const layout::Range part = impl_->updated(index);
+  const layout::Range held = impl_->gradients.reduced_range(entry.slot.bucket);
+  const auto& tensors = impl_->state.tensors(entry.slot.bucket, names, held.size());
+  const int64_t begin = part.size() == 0 ? 0 : entry.slot.offset + part.begin - held.begin;
+  for (size_t k = 0; k < tensors.size(); ++k) {
+    at::Tensor flat = tensors[k].view(begin, part.size());
+    if (state.empty()) {
+      flat.zero_();
+    } else {
+      flat.copy_(shard(index, state.at(impl_->state.names(entry.slot.bucket)[k])));
+    }
+  }
+}
+
+void Engine::broadcast_parameters(const std::vector<int64_t>& indices, int64_t root) {
+  impl_->settle();
+  for (const int64_t index : indices) {
+    const NamedParameter& parameter = impl_->checked(index).parameter;
+    impl_->broadcast(parameter.tensor, root, "parameter '" + parameter.name + "'");
+    parameter.tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void Engine::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
+  for (const at::Tensor& tensor : tensors) {
+    impl_->broadcast(tensor, root, "a tensor");
+  }
+}
+
+std::vector<at::Tensor> Engine::exchange(const at::Tensor& bytes) {
+  return impl_->communicator->exchange(
+      bytes, {"values of sharded state", 0, impl_->gradients.steps(), false});
+}
+
+bool Engine::agree_any(bool value) {
+  bool any = false;
+  const at::Tensor own = at::full({1}, value ? 1 : 0, at::kByte);
+  for (const at::Tensor& other : exchange(own)) {
+    any = any || *other.const_data_ptr<uint8_t>() != 0;
+  }
+  return any;
+}
+
+} // namespace zero

@@ -1,0 +1,91 @@
+// What an engine holds and sent, next to theory (docs/design.md, section 3).
+
+#include <zero/optim/engine_impl.h>
+
+#include <array>
+#include <iomanip>
+#include <sstream>
+
+namespace zero {
+namespace {
+
+std::string megabytes(int64_t bytes) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(3) << static_cast<double>(bytes) / (1024.0 * 1024.0);
+  return text.str();
+}
+
+void row(std::ostream& table, const std::array<std::string, 4>& cells) {
+  table << "  " << std::left << std::setw(18) << cells[0] << std::right;
+  for (size_t i = 1; i < cells.size(); ++i) {
+    table << std::setw(14) << cells[i];
+  }
+  table << '\n';
+}
+
+void row(std::ostream& table, const char* name, int64_t held, int64_t peak, int64_t theory) {
+  row(table, {name, megabytes(held), megabytes(peak), megabytes(theory)});
+}
+
+} // namespace
+
+Engine::Report Engine::report() const {
+  Report report;
+  report.held = impl_->account->held();
+  report.peak = impl_->account->peak();
+  report.traffic = impl_->communicator->traffic();
+  report.steps = impl_->gradients.steps();
+  report.padding = impl_->table.padding_bytes();
+  int64_t trainable = 0;
+  int64_t frozen = 0;
+  for (int64_t i = 0; i < impl_->table.size(); ++i) {
+    const sharding::ParameterEntry& entry = impl_->table.entry(i);
+    const auto bytes = static_cast<int64_t>(
+        entry.parameter.tensor.numel() * entry.parameter.tensor.itemsize());
+    (entry.trainable ? trainable : frozen) += bytes;
+  }
+  const int64_t ranks = world_size();
+  const int64_t stage = impl_->options.stage;
+  report.theory_held.parameters = trainable + frozen;
+  report.theory_held.gradients = trainable / (stage >= 2 ? ranks : 1);
+  report.theory_held.optimizer_state =
+      impl_->state_tensors * trainable / (stage >= 1 ? ranks : 1);
+  report.theory_traffic = 2 * trainable * (ranks - 1) / ranks;
+  return report;
+}
+
+std::string Engine::report_table() const {
+  const Report numbers = report();
+  std::ostringstream table;
+  table << "Zero stage " << impl_->options.stage << ", rank " << rank() << " of " << world_size()
+        << ", " << numbers.steps << " steps\n";
+  row(table, {"MiB on this rank", "held", "peak", "theory"});
+  const memory::Usage& held = numbers.held;
+  const memory::Usage& peak = numbers.peak;
+  const memory::Usage& theory = numbers.theory_held;
+  row(table, "parameters", held.parameters, peak.parameters, theory.parameters);
+  row(table, "gradients", held.gradients, peak.gradients, theory.gradients);
+  row(table, "optimizer state", held.optimizer_state, peak.optimizer_state, theory.optimizer_state);
+  row(table, "buffers", held.buffers, peak.buffers, theory.buffers);
+  table << "  padding in parameters: " << numbers.padding << " bytes\n";
+  row(table, {"MiB sent", "total", "a step", "theory"});
+  const auto sent = [&](const char* name, const comm::Traffic::Count& count, int64_t expected) {
+    const int64_t steps = numbers.steps > 0 ? numbers.steps : 1;
+    row(table,
+        {name,
+         megabytes(count.bytes),
+         megabytes(count.bytes / steps),
+         expected < 0 ? "" : megabytes(expected)});
+  };
+  const comm::Traffic& traffic = numbers.traffic;
+  sent("reduce-scatter", traffic.reduce_scatter, -1);
+  sent("all-gather", traffic.all_gather, -1);
+  sent("all-reduce", traffic.all_reduce, -1);
+  sent("broadcast", traffic.broadcast, -1);
+  const int64_t all = traffic.reduce_scatter.bytes + traffic.all_gather.bytes +
+      traffic.all_reduce.bytes + traffic.broadcast.bytes;
+  sent("together", {0, all}, numbers.theory_traffic);
+  return table.str();
+}
+
+} // namespace zero

@@ -1,0 +1,22 @@
+#pragma once
+
+// Steps a bucket by a native rule: one kernel pass over the part of it that this
+// rank updates.
+
+#include <zero/options.h>
+#include <zero/sharding/gradients.h>
+#include <zero/sharding/optimizer_state.h>
+#include <zero/sharding/parameter_table.h>
+
+namespace zero::optim {
+
+// Updates the parameters of the bucket that have a gradient and counts their
+// step. Parameters, gradients and state have one dtype.
+void native_step(
+    sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    sharding::OptimizerStateManager& state,
+    int64_t bucket,
+    const Rule& rule);
+
+} // namespace zero::optim

@@ -1,0 +1,223 @@
+#include <zero/optim/zero_optimizer.h>
+
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <zero/comm/communicator.h>
+
+namespace zero {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using GroupOf = std::unordered_map<const c10::TensorImpl*, int64_t>;
+
+bool is_ignored(const Options& options, const std::string& name) {
+  return std::find(options.ignored_params.begin(), options.ignored_params.end(), name) !=
+      options.ignored_params.end();
+}
+
+// Parameters in order of registration, tied ones once. With `groups`, every
+// trainable one needs a group.
+std::vector<NamedParameter>
+parameters_of(torch::nn::Module& module, const Options& options, const GroupOf* groups) {
+  std::vector<NamedParameter> parameters;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second || is_ignored(options, item.key())) {
+      continue;
+    }
+    int64_t group = 0;
+    if (groups != nullptr) {
+      const auto found = groups->find(tensor.unsafeGetTensorImpl());
+      TORCH_CHECK_VALUE(
+          found != groups->end() || !tensor.requires_grad(),
+          "[zero.optim] expected every trainable parameter in a group, got none for '",
+          item.key(),
+          "'; add it to a group, or to ignored_params");
+      group = found == groups->end() ? 0 : found->second;
+    }
+    parameters.push_back({item.key(), tensor, group});
+  }
+  return parameters;
+}
+
+std::shared_ptr<Engine> make_engine(
+    torch::nn::Module& module,
+    const Options& options,
+    const Group& group,
+    const GroupOf* groups) {
+  options.validate();
+  std::vector<NamedParameter> parameters = parameters_of(module, options, groups);
+  TORCH_CHECK_VALUE(
+      !parameters.empty(), "[zero.optim] expected a module with parameters, got none");
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) {
+      buffers.emplace_back(item.key(), item.value());
+    }
+  }
+  const Group ranks = group ? group : init(options.timeout);
+  return Engine::create(
+      std::move(parameters),
+      std::move(buffers),
+      options,
+      comm::make_communicator(ranks, options.timeout));
+}
+
+int64_t index_in(Engine& engine, const at::Tensor& parameter) {
+  const int64_t index = engine.index_of(parameter);
+  TORCH_CHECK_VALUE(
+      index >= 0, "[zero.optim] expected a parameter of this optimizer, got another tensor");
+  return index;
+}
+
+} // namespace
+
+ZeroOptimizer::ZeroOptimizer(
+    torch::nn::Module& module,
+    const Options& options,
+    const Rule& rule,
+    Group group)
+    : rules_{rule} {
+  validate(rule);
+  engine_ = make_engine(module, options, group, nullptr);
+}
+
+ZeroOptimizer::ZeroOptimizer(
+    torch::nn::Module& module,
+    const Options& options,
+    const std::vector<ParameterGroup>& groups,
+    Group group) {
+  TORCH_CHECK_VALUE(!groups.empty(), "[zero.optim] expected parameter groups, got none");
+  GroupOf group_of;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    validate(groups[g].rule);
+    rules_.push_back(groups[g].rule);
+    for (const at::Tensor& tensor : groups[g].parameters) {
+      TORCH_CHECK_VALUE(
+          group_of.emplace(tensor.unsafeGetTensorImpl(), static_cast<int64_t>(g)).second,
+          "[zero.optim] expected each parameter in one group, got one twice (again in group ",
+          g,
+          ")");
+    }
+  }
+  engine_ = make_engine(module, options, group, &group_of);
+}
+
+ZeroOptimizer::ZeroOptimizer(
+    torch::nn::Module& module,
+    const Options& options,
+    const ShardOptimizerFactory& factory,
+    Group group)
+    : engine_(make_engine(module, options, group, nullptr)) {
+  for (int64_t i = 0; i < engine_->parameter_count(); ++i) {
+    shards_.push_back(engine_->shard_parameter(i));
+  }
+  inner_ = factory(shards_);
+}
+
+ZeroOptimizer::~ZeroOptimizer() = default;
+ZeroOptimizer::ZeroOptimizer(ZeroOptimizer&&) noexcept = default;
+ZeroOptimizer& ZeroOptimizer::operator=(ZeroOptimizer&&) noexcept = default;
+
+void ZeroOptimizer::step() {
+  if (inner_) {
+    step_shards();
+  } else {
+    engine_->step(rules_);
+  }
+}
+
+void ZeroOptimizer::step_shards() {
+  engine_->begin_step();
+  for (at::Tensor& shard : shards_) {
+    shard.mutable_grad().reset();
+  }
+  for (const int64_t index : engine_->stepping()) {
+    shards_[index].mutable_grad() = engine_->shard_gradient(index);
+  }
+  inner_->step();
+  engine_->end_step();
+}
+
+void ZeroOptimizer::zero_grad(bool set_to_none) {
+  engine_->zero_grad(set_to_none);
+}
+
+double ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
+  return engine_->clip_grad_norm(max_norm, norm_type);
+}
+
+double ZeroOptimizer::grad_norm(double norm_type) {
+  return engine_->grad_norm(norm_type);
+}
+
+void ZeroOptimizer::synchronize() {
+  engine_->synchronize();
+}
+
+ZeroOptimizer::NoSync::NoSync(std::shared_ptr<Engine> engine)
+    : engine_(std::move(engine)), before_(engine_->requires_gradient_sync()) {
+  engine_->set_requires_gradient_sync(false);
+}
+
+ZeroOptimizer::NoSync::~NoSync() {
+  engine_->set_requires_gradient_sync(before_);
+}
+
+ZeroOptimizer::NoSync ZeroOptimizer::no_sync() {
+  return NoSync(engine_);
+}
+
+Rule& ZeroOptimizer::rule(size_t group) {
+  TORCH_CHECK_INDEX(
+      group < rules_.size(),
+      "[zero.optim] expected a group index below ",
+      rules_.size(),
+      ", got ",
+      group);
+  return rules_[group];
+}
+
+size_t ZeroOptimizer::group_count() const {
+  return rules_.size();
+}
+
+void ZeroOptimizer::set_lr(double lr) {
+  for (Rule& rule : rules_) {
+    std::visit([lr](auto& concrete) { concrete.lr = lr; }, rule);
+  }
+  if (inner_) {
+    for (auto& group : inner_->param_groups()) {
+      group.options().set_lr(lr);
+    }
+  }
+}
+
+Engine& ZeroOptimizer::engine() {
+  return *engine_;
+}
+
+at::Tensor full_param(ZeroOptimizer& optimizer, const at::Tensor& parameter) {
+  return optimizer.engine().full_parameter(index_in(optimizer.engine(), parameter));
+}
+
+at::Tensor full_grad(ZeroOptimizer& optimizer, const at::Tensor& parameter) {
+  return optimizer.engine().full_gradient(index_in(optimizer.engine(), parameter));
+}
+
+std::map<std::string, at::Tensor>
+full_state(ZeroOptimizer& optimizer, const at::Tensor& parameter) {
+  return optimizer.engine().full_state(index_in(optimizer.engine(), parameter));
+}
+
+std::string report(ZeroOptimizer& optimizer) {
+  return optimizer.engine().report_table();
+}
+
+} // namespace zero

@@ -1,0 +1,118 @@
+#include <zero/options.h>
+
+#include <cmath>
+
+#include <c10/util/Exception.h>
+
+namespace zero {
+namespace {
+
+template <typename T>
+void at_least(const char* name, T value, T least) {
+  TORCH_CHECK_VALUE(
+      value >= least, "[zero.options] expected ", name, " >= ", least, ", got ", value);
+}
+
+template <typename T>
+void not_built(const char* name, const T& value, bool is_default) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      is_default, "[zero.options] ", name, "=", value, " is not built yet; leave it at its default");
+}
+
+void not_built(const char* name, const std::optional<std::string>& value) {
+  not_built(name, value.value_or("unset"), !value.has_value());
+}
+
+void check_unbuilt(const Options& options) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      options.stage != 3, "[zero.options] stage=3 is not built yet; use stage 0, 1 or 2");
+  not_built("param_dtype", options.param_dtype);
+  not_built("reduce_dtype", options.reduce_dtype);
+  not_built("output_dtype", options.output_dtype);
+  not_built("cast_forward_inputs", options.cast_forward_inputs, !options.cast_forward_inputs);
+  not_built("transport", options.transport, options.transport != "host");
+  not_built("on_nonfinite", options.on_nonfinite, options.on_nonfinite == "ignore");
+  not_built("sync_buffers", options.sync_buffers, !options.sync_buffers);
+  not_built("step_in_backward", options.step_in_backward, !options.step_in_backward);
+  not_built("offload", options.offload);
+  not_built("shard_group", options.shard_group);
+  not_built("replicate_group", options.replicate_group);
+}
+
+void check_finite(const char* name, double value, double least, bool open = false) {
+  TORCH_CHECK_VALUE(
+      std::isfinite(value) && (open ? value > least : value >= least),
+      "[zero.options] expected a finite ",
+      name,
+      open ? " > " : " >= ",
+      least,
+      ", got ",
+      value);
+}
+
+void check_beta(const char* name, double value) {
+  TORCH_CHECK_VALUE(
+      value >= 0.0 && value < 1.0, "[zero.options] expected ", name, " in [0, 1), got ", value);
+}
+
+template <typename AdamLike>
+void check_adam(const AdamLike& rule) {
+  check_finite("lr", rule.lr, 0.0);
+  check_beta("betas[0]", rule.betas[0]);
+  check_beta("betas[1]", rule.betas[1]);
+  check_finite("eps", rule.eps, 0.0);
+  check_finite("weight_decay", rule.weight_decay, 0.0);
+}
+
+void check(const AdamW& rule) {
+  check_adam(rule);
+}
+
+void check(const Adam& rule) {
+  check_adam(rule);
+}
+
+void check(const SGD& rule) {
+  check_finite("lr", rule.lr, 0.0);
+  check_finite("momentum", rule.momentum, 0.0);
+  check_finite("weight_decay", rule.weight_decay, 0.0);
+  TORCH_CHECK_VALUE(
+      !rule.nesterov || (rule.momentum > 0.0 && rule.dampening == 0.0),
+      "[zero.options] expected momentum > 0 and dampening = 0 with nesterov, got momentum ",
+      rule.momentum,
+      " and dampening ",
+      rule.dampening);
+}
+
+} // namespace
+
+void Options::validate() const {
+  TORCH_CHECK_VALUE(
+      stage >= 0 && stage <= 3, "[zero.options] expected stage 0, 1, 2 or 3, got ", stage);
+  at_least<int64_t>("bucket_bytes", bucket_bytes, 1);
+  at_least<int64_t>("first_bucket_bytes", first_bucket_bytes, 1);
+  at_least<int64_t>("prefetch", prefetch, 0);
+  at_least<int64_t>("min_unit_numel", min_unit_numel, 0);
+  at_least<int64_t>("max_live_numel", max_live_numel.value_or(1), 1);
+  check_finite("timeout", timeout, 0.0, true);
+  TORCH_CHECK_VALUE(
+      reshard_after_forward == "true" || reshard_after_forward == "false" ||
+          reshard_after_forward == "auto",
+      "[zero.options] expected reshard_after_forward true, false or auto, got ",
+      reshard_after_forward);
+  TORCH_CHECK_VALUE(
+      transport == "auto" || transport == "group" || transport == "host",
+      "[zero.options] expected transport auto, group or host, got ",
+      transport);
+  TORCH_CHECK_VALUE(
+      on_nonfinite == "ignore" || on_nonfinite == "skip" || on_nonfinite == "raise",
+      "[zero.options] expected on_nonfinite ignore, skip or raise, got ",
+      on_nonfinite);
+  check_unbuilt(*this);
+}
+
+void validate(const Rule& rule) {
+  std::visit([](const auto& concrete) { check(concrete); }, rule);
+}
+
+} // namespace zero

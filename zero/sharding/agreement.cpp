@@ -1,0 +1,124 @@
+#include <zero/sharding/agreement.h>
+
+#include <cstring>
+#include <sstream>
+
+#include <ATen/ops/empty.h>
+
+namespace zero::sharding {
+namespace {
+
+std::string describe(const at::Tensor& tensor) {
+  std::ostringstream line;
+  line << tensor.dtype() << " " << tensor.sizes() << " strides " << tensor.strides() << " on "
+       << tensor.device().type() << (tensor.requires_grad() ? "" : ", frozen");
+  return line.str();
+}
+
+std::string describe(const Options& options) {
+  std::ostringstream line;
+  line << "options: stage " << options.stage << ", bucket_bytes " << options.bucket_bytes
+       << ", first_bucket_bytes " << options.first_bucket_bytes << ", average " << options.average
+       << ", transport " << options.transport;
+  return line.str();
+}
+
+std::vector<std::string> lines_of(
+    const std::vector<NamedParameter>& parameters,
+    const std::vector<std::pair<std::string, at::Tensor>>& buffers,
+    const Options& options) {
+  std::vector<std::string> lines{describe(options)};
+  for (const NamedParameter& parameter : parameters) {
+    lines.push_back(
+        "parameter '" + parameter.name + "' (" + describe(parameter.tensor) + ", group " +
+        std::to_string(parameter.group) + ")");
+  }
+  for (const auto& [name, tensor] : buffers) {
+    lines.push_back("buffer '" + name + "' (" + describe(tensor) + ")");
+  }
+  return lines;
+}
+
+std::string join(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) {
+    text += line;
+    text += '\n';
+  }
+  return text;
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+// FNV-1a, 64 bits.
+uint64_t fingerprint(const std::string& text) {
+  uint64_t hash = 14695981039346656037ULL;
+  for (const char character : text) {
+    hash = (hash ^ static_cast<uint8_t>(character)) * 1099511628211ULL;
+  }
+  return hash;
+}
+
+at::Tensor bytes_of(const void* data, size_t size) {
+  at::Tensor bytes = at::empty({static_cast<int64_t>(size)}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), data, size);
+  return bytes;
+}
+
+std::string text_of(const at::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
+}
+
+} // namespace
+
+void require_agreement(
+    comm::Communicator& communicator,
+    const std::vector<NamedParameter>& parameters,
+    const std::vector<std::pair<std::string, at::Tensor>>& buffers,
+    const Options& options) {
+  const std::string text = join(lines_of(parameters, buffers, options));
+  const uint64_t own = fingerprint(text);
+  const comm::Tag tag{"the comparison of models at construction", 0, 0, false};
+  bool equal = true;
+  for (const at::Tensor& other : communicator.exchange(bytes_of(&own, sizeof(own)), tag)) {
+    equal = equal && std::memcmp(other.const_data_ptr(), &own, sizeof(own)) == 0;
+  }
+  if (equal) {
+    return;
+  }
+  const auto texts = communicator.exchange(bytes_of(text.data(), text.size()), tag);
+  const std::vector<std::string> first = split(text_of(texts.front()));
+  for (size_t rank = 1; rank < texts.size(); ++rank) {
+    const std::vector<std::string> other = split(text_of(texts[rank]));
+    for (size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
+      const std::string missing = "nothing (the list ends)";
+      const std::string& ours = i < first.size() ? first[i] : missing;
+      const std::string& theirs = i < other.size() ? other[i] : missing;
+      TORCH_CHECK_VALUE(
+          ours == theirs,
+          "[zero.sharding] ranks were given different models: in position ",
+          i,
+          ", rank 0 has ",
+          ours,
+          ", rank ",
+          rank,
+          " has ",
+          theirs,
+          " (seen on rank ",
+          communicator.rank(),
+          " of ",
+          communicator.size(),
+          "); build the same model with the same options, registered in the same order, on every "
+          "rank");
+    }
+  }
+}
+
+} // namespace zero::sharding

@@ -1,0 +1,60 @@
+#pragma once
+
+// Where gradients are held while backward fills them and after they are reduced.
+// Stages 0 and 1 hold the whole gradient for good; stage 2 holds a bucket's whole
+// gradient only while it is being filled and reduced, and this rank's shard for
+// good. Managed by GradientManager, under its lock.
+
+#include <memory>
+#include <vector>
+
+#include <zero/comm/communicator.h>
+#include <zero/sharding/parameter_table.h>
+
+namespace zero::sharding {
+
+class GradientStorage {
+ public:
+  virtual ~GradientStorage() = default;
+
+  // The bucket's whole gradient, to accumulate in; zeroed when it was not open.
+  virtual const at::Tensor& open(int64_t bucket) = 0;
+  virtual bool is_open(int64_t bucket) const = 0;
+
+  // The reduced gradient that this rank holds, over reduced_range(bucket).
+  virtual at::Tensor reduced(int64_t bucket) = 0;
+  virtual layout::Range reduced_range(int64_t bucket) const = 0;
+
+  // Before a slot is used again: puts its reduced elements aside, for the next
+  // reduction to add to.
+  virtual void keep(int64_t bucket, layout::Range slot) = 0;
+  // Forgets what was put aside.
+  virtual void drop(int64_t bucket, layout::Range slot) = 0;
+
+  // Starts the reduction of the open bucket, added to what was put aside when
+  // `add`; finish() is called once it is done.
+  virtual comm::WorkPtr reduce(int64_t bucket, bool add, comm::Tag tag) = 0;
+  virtual void finish(int64_t bucket) = 0;
+
+  // Reductions that may be in flight before the next bucket opens.
+  virtual int64_t max_in_flight() const = 0;
+  virtual void end_backward() = 0;
+  // Lets go of open buckets that were not reduced.
+  virtual void close_all() = 0;
+};
+
+struct GradientContext {
+  ParameterTable& table;
+  std::shared_ptr<comm::Communicator> communicator;
+  std::shared_ptr<memory::Account> account;
+  double divisor = 1.0;
+};
+
+// Stage 0: every rank ends with the whole reduced gradient.
+std::unique_ptr<GradientStorage> make_replicated_gradients(const GradientContext& context);
+// Stage 1: the whole gradient is held, this rank's shard of it is reduced.
+std::unique_ptr<GradientStorage> make_whole_gradients(const GradientContext& context);
+// Stage 2.
+std::unique_ptr<GradientStorage> make_sharded_gradients(const GradientContext& context);
+
+} // namespace zero::sharding

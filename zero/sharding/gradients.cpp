@@ -1,0 +1,267 @@
+#include <zero/sharding/gradients.h>
+
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+
+namespace zero::sharding {
+
+GradientManager::GradientManager(
+    ParameterTable& table,
+    std::shared_ptr<comm::Communicator> communicator,
+    std::unique_ptr<GradientStorage> storage,
+    bool whole)
+    : table_(table),
+      communicator_(std::move(communicator)),
+      storage_(std::move(storage)),
+      whole_(whole) {
+  grow();
+}
+
+std::string GradientManager::reduced_message(int64_t index) const {
+  return "[zero.sharding] gradient of parameter '" + table_.entry(index).parameter.name +
+      "' is sharded (rank " + std::to_string(table_.rank()) + " of " +
+      std::to_string(table_.world_size()) +
+      "): this operation needs the whole gradient; use the optimizer's clip_grad_norm_ to clip, "
+      "zero::full_grad to read it";
+}
+
+void GradientManager::grow() {
+  const std::lock_guard lock(mutex_);
+  for (auto i = static_cast<int64_t>(slots_.size()); i < table_.size(); ++i) {
+    const ParameterEntry& entry = table_.entry(i);
+    Slot slot;
+    if (entry.trainable) {
+      const at::Tensor& tensor = entry.parameter.tensor;
+      std::tie(slot.alias, slot.view) = memory::SlabView::make(
+          tensor.sizes(), tensor.strides(), table_.bucket(entry.slot.bucket).options);
+      if (!whole_) {
+        slot.view.release(reduced_message(i));
+      }
+      slot.stand_in = slot.alias;
+    }
+    slots_.push_back(std::move(slot));
+  }
+  for (auto b = static_cast<int64_t>(buckets_.size()); b < table_.bucket_count(); ++b) {
+    buckets_.emplace_back();
+    buckets_.back().pending = static_cast<int64_t>(table_.bucket(b).layout.parameters.size());
+    order_.push_back(b);
+  }
+}
+
+void GradientManager::set_stand_ins(std::vector<at::Tensor> stand_ins) {
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < stand_ins.size() && i < slots_.size(); ++i) {
+    if (stand_ins[i].defined() && !whole_) {
+      slots_[i].stand_in = std::move(stand_ins[i]);
+    }
+  }
+}
+
+void GradientManager::set_sync(bool sync) {
+  const std::lock_guard lock(mutex_);
+  sync_ = sync;
+}
+
+bool GradientManager::sync() const {
+  const std::lock_guard lock(mutex_);
+  return sync_;
+}
+
+at::Tensor& GradientManager::grad_of(int64_t index) const {
+  return table_.entry(index).parameter.tensor.mutable_grad();
+}
+
+void GradientManager::begin_backward() {
+  active_ = true;
+  ++backward_;
+  active_sync_ = sync_;
+  next_ = 0;
+  completed_.clear();
+}
+
+int64_t GradientManager::before_accumulate(int64_t index) {
+  const std::lock_guard lock(mutex_);
+  recover_if_abandoned();
+  const bool opened = !active_;
+  if (opened) {
+    begin_backward();
+  }
+  if (buckets_[table_.entry(index).slot.bucket].launched) {
+    reopen(table_.entry(index).slot.bucket);
+  }
+  take_slot(index);
+  return opened ? backward_ : 0;
+}
+
+// Makes `.grad` the slot in the open bucket: zeroed, or with what this rank has
+// accumulated so far.
+void GradientManager::take_slot(int64_t index) {
+  Slot& slot = slots_[index];
+  const layout::Slot& place = table_.entry(index).slot;
+  at::Tensor& grad = grad_of(index);
+  const bool ours = grad.defined() && (grad.is_same(slot.alias) || grad.is_same(slot.stand_in));
+  if (ours && slot.state == GradientState::local) {
+    return;
+  }
+  if (ours) {
+    put_aside(place.bucket, index);
+  } else {
+    slot.kept = slot.kept && buckets_[place.bucket].late;
+  }
+  const bool fresh = !storage_->is_open(place.bucket);
+  if (fresh) {
+    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
+      wait_oldest();
+    }
+  }
+  const at::Tensor& whole = storage_->open(place.bucket);
+  slot.view.point_to(whole, place.offset);
+  if (!fresh) {
+    memory::zero_elements(whole, place.offset, place.numel);
+  }
+  if (grad.defined() && !ours) {
+    const at::NoGradGuard no_grad;
+    slot.alias.copy_(grad.detach());
+  }
+  grad = slot.alias;
+  slot.state = GradientState::local;
+}
+
+void GradientManager::put_aside(int64_t bucket, int64_t index) {
+  Slot& slot = slots_[index];
+  if (slot.state == GradientState::reduced && !slot.kept) {
+    storage_->keep(bucket, table_.entry(index).slot.range());
+    slot.kept = true;
+  }
+}
+
+void GradientManager::after_accumulate(int64_t index) {
+  const std::lock_guard lock(mutex_);
+  Slot& slot = slots_[index];
+  at::Tensor& grad = grad_of(index);
+  if (grad.defined() && !grad.is_same(slot.alias)) {
+    // create_graph=True replaces `.grad` instead of adding to it.
+    const at::NoGradGuard no_grad;
+    slot.alias.copy_(grad.detach());
+    grad = slot.alias;
+  }
+  if (!slot.seen) {
+    slot.seen = true;
+    const int64_t bucket = table_.entry(index).slot.bucket;
+    if (--buckets_[bucket].pending == 0) {
+      completed_.push_back(bucket);
+    }
+  }
+  if (active_sync_) {
+    launch_complete();
+  }
+}
+
+void GradientManager::launch_complete() {
+  while (next_ < order_.size()) {
+    const Bucket& bucket = buckets_[order_[next_]];
+    if (bucket.pending > 0 || bucket.deferred) {
+      return;
+    }
+    launch(order_[next_++]);
+  }
+}
+
+// Slots that this rank did not fill count as zero.
+void GradientManager::seal(int64_t bucket, bool* add) {
+  const bool late = buckets_[bucket].late;
+  const std::vector<int64_t>& parameters = table_.bucket(bucket).layout.parameters;
+  *add = late;
+  for (const int64_t index : parameters) {
+    Slot& slot = slots_[index];
+    if (!grad_of(index).defined()) {
+      slot.state = GradientState::none;
+      slot.kept = slot.kept && late;
+    }
+    *add = *add || slot.kept || slot.state == GradientState::reduced;
+  }
+  const bool fresh = !storage_->is_open(bucket);
+  const at::Tensor& whole = storage_->open(bucket);
+  for (const int64_t index : parameters) {
+    Slot& slot = slots_[index];
+    const layout::Range range = table_.entry(index).slot.range();
+    if (slot.state != GradientState::local) {
+      put_aside(bucket, index);
+      if (!fresh) {
+        memory::zero_elements(whole, range.begin, range.size());
+      }
+    }
+    if (*add && !slot.kept) {
+      storage_->drop(bucket, range);
+    }
+  }
+}
+
+void GradientManager::launch(int64_t bucket) {
+  bool add = false;
+  seal(bucket, &add);
+  const BucketEntry& entry = table_.bucket(bucket);
+  buckets_[bucket].work = storage_->reduce(bucket, add, {entry.what, bucket, steps_, true});
+  buckets_[bucket].launched = true;
+  in_flight_.push_back(bucket);
+  for (const int64_t index : entry.layout.parameters) {
+    Slot& slot = slots_[index];
+    slot.kept = false;
+    if (slot.state == GradientState::local) {
+      slot.contributed = true;
+      show_reduced(index);
+    }
+  }
+}
+
+// From here on `.grad` is what a reduced gradient is.
+void GradientManager::show_reduced(int64_t index) {
+  Slot& slot = slots_[index];
+  slot.state = GradientState::reduced;
+  if (whole_) {
+    const layout::Slot& place = table_.entry(index).slot;
+    if (!grad_of(index).defined()) {
+      slot.view.point_to(storage_->open(place.bucket), place.offset);
+    }
+  } else {
+    slot.view.release(reduced_message(index));
+  }
+  grad_of(index) = slot.stand_in;
+}
+
+// A launched bucket gets another gradient (a parameter that is used in several
+// graphs of one backward): what was reduced is put aside and a second reduction
+// adds the rest. From the next backward on the bucket waits for the end.
+void GradientManager::reopen(int64_t bucket) {
+  wait_for(bucket);
+  const int64_t numel = table_.bucket(bucket).layout.numel;
+  storage_->keep(bucket, {0, numel});
+  const bool fresh = !storage_->is_open(bucket);
+  const at::Tensor& whole = storage_->open(bucket);
+  if (!fresh) {
+    memory::zero_elements(whole, 0, numel);
+  }
+  buckets_[bucket].late = true;
+  buckets_[bucket].launched = false;
+  for (const int64_t index : table_.bucket(bucket).layout.parameters) {
+    slots_[index].kept = true;
+  }
+}
+
+void GradientManager::wait_for(int64_t bucket) {
+  Bucket& waited = buckets_[bucket];
+  if (waited.work) {
+    waited.work->wait();
+    waited.work = nullptr;
+    storage_->finish(bucket);
+    std::erase(in_flight_, bucket);
+  }
+}
+
+void GradientManager::wait_oldest() {
+  wait_for(in_flight_.front());
+}
+
+} // namespace zero::sharding

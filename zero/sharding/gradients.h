@@ -1,0 +1,133 @@
+#pragma once
+
+// GradientManager: the life of every gradient. Backward accumulates into flat
+// buckets; a bucket is reduced as soon as it is complete, in an order that all
+// ranks share; at the end of backward everything is reduced and `.grad` answers
+// for itself. The autograd hooks call it on the thread that runs backward, the
+// engine from the user's thread. See [Note: gradient states] in docs/design.md.
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <zero/sharding/gradient_storage.h>
+
+namespace zero::sharding {
+
+enum class GradientState : uint8_t {
+  none, // no gradient, as `.grad` is None
+  local, // this rank's contribution is in the open bucket
+  reduced, // the sum over ranks is in the storage (or on its way there)
+};
+
+class GradientManager {
+ public:
+  // `whole`: `.grad` is the whole reduced gradient (stage 0), not a stand-in.
+  GradientManager(
+      ParameterTable& table,
+      std::shared_ptr<comm::Communicator> communicator,
+      std::unique_ptr<GradientStorage> storage,
+      bool whole);
+
+  // The table grew.
+  void grow();
+  void set_stand_ins(std::vector<at::Tensor> stand_ins);
+  void set_sync(bool sync);
+  bool sync() const;
+
+  // From the hooks. before_accumulate gives the number of the backward that it
+  // opened, or 0 when one is open; its end is reported by end_backward, or its
+  // loss by abandon, with that number.
+  int64_t before_accumulate(int64_t index);
+  void after_accumulate(int64_t index);
+  void end_backward(int64_t backward);
+  void abandon(int64_t backward) noexcept;
+
+  // [collective] Reduces what is still local; waits for all reductions. Not
+  // inside backward.
+  void flush();
+  void zero(bool set_to_none);
+  // At the end of the manager's life: `.grad` that only it could answer for
+  // becomes None.
+  void forget();
+  // Takes in gradients that the user assigned to `.grad`.
+  void import_assigned();
+
+  bool has_gradient(int64_t index) const;
+  at::Tensor reduced(int64_t bucket);
+  layout::Range reduced_range(int64_t bucket) const;
+  void count_step() {
+    ++steps_;
+  }
+  int64_t steps() const {
+    return steps_;
+  }
+
+ private:
+  struct Slot {
+    GradientState state = GradientState::none;
+    bool kept = false; // reduced elements are put aside, to be added to
+    bool seen = false; // accumulated in this backward
+    bool contributed = false; // to a reduction in this backward
+    at::Tensor alias; // over the slot in the open bucket
+    memory::SlabView view; // of the alias
+    at::Tensor stand_in; // what `.grad` is once reduced
+  };
+  struct Bucket {
+    int64_t pending = 0; // parameters not seen yet in this backward
+    bool launched = false;
+    bool late = false; // got a gradient after it was launched
+    bool deferred = false; // launched at the end of backward only
+    comm::WorkPtr work;
+  };
+
+  at::Tensor& grad_of(int64_t index) const;
+  void begin_backward();
+  void take_slot(int64_t index);
+  void put_aside(int64_t bucket, int64_t index);
+  void launch_complete();
+  void launch(int64_t bucket);
+  void seal(int64_t bucket, bool* add);
+  void reopen(int64_t bucket);
+  void wait_for(int64_t bucket);
+  void wait_oldest();
+  void show_reduced(int64_t index);
+  void finish_reduction();
+  // What the ranks tell each other at the end of a backward.
+  struct Agreement {
+    std::vector<bool> used; // by parameter: on any rank
+    std::vector<bool> late; // by bucket: on any rank
+  };
+  Agreement agree();
+  void reduce_late(const std::vector<bool>& late);
+  void adopt_order(const std::vector<int64_t>& order);
+  void end_session();
+  void recover_if_abandoned();
+  std::string reduced_message(int64_t index) const;
+
+  ParameterTable& table_;
+  std::shared_ptr<comm::Communicator> communicator_;
+  std::unique_ptr<GradientStorage> storage_;
+  const bool whole_;
+
+  mutable std::mutex mutex_;
+  std::vector<Slot> slots_;
+  std::vector<Bucket> buckets_;
+  std::vector<int64_t> order_; // in which buckets are launched
+  std::vector<int64_t> completed_; // order in which they became complete here
+  std::deque<int64_t> in_flight_;
+  size_t next_ = 0; // position in order_
+  bool order_adapted_ = false;
+  bool sync_ = true;
+  bool active_ = false;
+  bool active_sync_ = true;
+  int64_t backward_ = 0; // number of the one that is open, or was last
+  std::atomic<int64_t> abandoned_ = 0; // number of one that was lost
+  int64_t steps_ = 0;
+};
+
+} // namespace zero::sharding

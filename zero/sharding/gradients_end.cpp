@@ -1,0 +1,282 @@
+// GradientManager's end of backward: what is left is reduced, the ranks tell each
+// other what they used, and `.grad` becomes what the user sees.
+
+#include <zero/sharding/gradients.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+namespace zero::sharding {
+namespace {
+
+int64_t bytes_for(size_t bits) {
+  return static_cast<int64_t>((bits + 7) / 8);
+}
+
+void set_bit(uint8_t* bits, size_t index) {
+  bits[index / 8] = static_cast<uint8_t>(bits[index / 8] | (1U << (index % 8)));
+}
+
+bool get_bit(const uint8_t* bits, size_t index) {
+  return ((bits[index / 8] >> (index % 8)) & 1U) != 0;
+}
+
+} // namespace
+
+void GradientManager::end_backward(int64_t backward) {
+  const std::lock_guard lock(mutex_);
+  if (!active_ || backward != backward_) {
+    return;
+  }
+  if (active_sync_) {
+    finish_reduction();
+  }
+  end_session();
+}
+
+void GradientManager::abandon(int64_t backward) noexcept {
+  abandoned_ = backward; // perhaps inside our own lock: only noted here
+}
+
+void GradientManager::finish_reduction() {
+  for (const int64_t bucket : order_) {
+    if (!buckets_[bucket].launched) {
+      if (buckets_[bucket].late) {
+        continue; // its second reduction comes once all ranks know of it
+      }
+      while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
+        wait_oldest();
+      }
+      launch(bucket);
+    }
+  }
+  const Agreement agreement = agree();
+  while (!in_flight_.empty()) {
+    wait_oldest();
+  }
+  reduce_late(agreement.late);
+  for (int64_t i = 0; i < table_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (table_.entry(i).trainable && agreement.used[i] &&
+        slot.state == GradientState::none) {
+      show_reduced(i);
+    }
+  }
+}
+
+void GradientManager::reduce_late(const std::vector<bool>& late) {
+  for (const int64_t bucket : std::vector<int64_t>(order_)) {
+    if (!late[bucket]) {
+      continue;
+    }
+    if (!buckets_[bucket].late) {
+      reopen(bucket);
+    }
+    launch(bucket);
+    wait_for(bucket);
+    buckets_[bucket].deferred = true;
+  }
+  std::stable_partition(order_.begin(), order_.end(), [this](int64_t bucket) {
+    return !buckets_[bucket].deferred;
+  });
+}
+
+GradientManager::Agreement GradientManager::agree() {
+  const size_t parameters = slots_.size();
+  const size_t bucket_count = buckets_.size();
+  const int64_t used_bytes = bytes_for(parameters);
+  const int64_t late_bytes = bytes_for(bucket_count);
+  const int64_t order_bytes =
+      order_adapted_ ? 0 : static_cast<int64_t>(bucket_count * sizeof(int64_t));
+  at::Tensor message = at::empty({used_bytes + late_bytes + order_bytes}, at::kByte);
+  auto* bytes = message.mutable_data_ptr<uint8_t>();
+  std::memset(bytes, 0, message.numel());
+  for (size_t i = 0; i < parameters; ++i) {
+    // A late bucket's second contribution is local still.
+    if (slots_[i].contributed || slots_[i].state == GradientState::local) {
+      set_bit(bytes, i);
+    }
+  }
+  for (size_t b = 0; b < bucket_count; ++b) {
+    if (buckets_[b].late) {
+      set_bit(bytes + used_bytes, b);
+    }
+  }
+  if (order_bytes > 0) {
+    std::vector<int64_t> order = completed_;
+    for (const int64_t bucket : order_) {
+      if (std::find(completed_.begin(), completed_.end(), bucket) == completed_.end()) {
+        order.push_back(bucket);
+      }
+    }
+    std::memcpy(bytes + used_bytes + late_bytes, order.data(), order_bytes);
+  }
+  const std::vector<at::Tensor> messages =
+      communicator_->exchange(message, {"the end of backward", 0, steps_, false});
+  Agreement agreement{std::vector<bool>(parameters), std::vector<bool>(bucket_count)};
+  for (const at::Tensor& other : messages) {
+    const auto* theirs = other.const_data_ptr<uint8_t>();
+    for (size_t i = 0; i < parameters; ++i) {
+      agreement.used[i] = agreement.used[i] || get_bit(theirs, i);
+    }
+    for (size_t b = 0; b < bucket_count; ++b) {
+      agreement.late[b] = agreement.late[b] || get_bit(theirs + used_bytes, b);
+    }
+  }
+  if (order_bytes > 0) {
+    const auto* first = messages.front().const_data_ptr<uint8_t>() + used_bytes + late_bytes;
+    std::memcpy(order_.data(), first, order_bytes);
+    order_adapted_ = true;
+  }
+  return agreement;
+}
+
+void GradientManager::end_session() {
+  storage_->end_backward();
+  for (Slot& slot : slots_) {
+    slot.seen = false;
+    slot.contributed = false;
+  }
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    bucket.pending = static_cast<int64_t>(table_.bucket(b).layout.parameters.size());
+    bucket.launched = false;
+    bucket.late = false;
+  }
+  active_ = false;
+}
+
+// A backward ended in an exception. If it did so on all ranks at the same point,
+// what they launched completes, and the next iteration is clean.
+void GradientManager::recover_if_abandoned() {
+  if (!active_ || abandoned_ != backward_) {
+    return;
+  }
+  while (!in_flight_.empty()) {
+    wait_oldest();
+  }
+  end_session();
+}
+
+void GradientManager::flush() {
+  const std::lock_guard lock(mutex_);
+  recover_if_abandoned();
+  const bool local = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
+    return slot.state == GradientState::local;
+  });
+  if (!local && !active_) {
+    return;
+  }
+  finish_reduction();
+  end_session();
+}
+
+void GradientManager::zero(bool set_to_none) {
+  const std::lock_guard lock(mutex_);
+  recover_if_abandoned();
+  for (int64_t i = 0; i < table_.size(); ++i) {
+    Slot& slot = slots_[i];
+    at::Tensor& grad = grad_of(i);
+    if (set_to_none) {
+      grad.reset();
+      slot.state = GradientState::none;
+      slot.kept = false;
+      continue;
+    }
+    if (!grad.defined()) {
+      continue;
+    }
+    const ParameterEntry& entry = table_.entry(i);
+    if (!entry.trainable || !(grad.is_same(slot.alias) || grad.is_same(slot.stand_in))) {
+      const at::NoGradGuard no_grad;
+      grad.detach_().zero_();
+    } else if (slot.state == GradientState::local) {
+      memory::zero_elements(storage_->open(entry.slot.bucket), entry.slot.offset, entry.slot.numel);
+      storage_->drop(entry.slot.bucket, entry.slot.range());
+    } else {
+      const layout::Range held = storage_->reduced_range(entry.slot.bucket);
+      const layout::Range own = layout::intersect(entry.slot.range(), held);
+      memory::zero_elements(
+          storage_->reduced(entry.slot.bucket), own.begin - held.begin, own.size());
+    }
+  }
+  if (set_to_none && !active_) {
+    storage_->close_all();
+  }
+}
+
+void GradientManager::forget() {
+  for (int64_t i = 0; i < table_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    if (!table_.entry(i).trainable || (whole_ && slot.state != GradientState::local)) {
+      continue;
+    }
+    at::Tensor& grad = grad_of(i);
+    if (grad.defined() && (grad.is_same(slot.alias) || grad.is_same(slot.stand_in))) {
+      grad.reset();
+    }
+  }
+}
+
+void GradientManager::import_assigned() {
+  const std::lock_guard lock(mutex_);
+  for (int64_t i = 0; i < table_.size(); ++i) {
+    Slot& slot = slots_[i];
+    at::Tensor& grad = grad_of(i);
+    const ParameterEntry& entry = table_.entry(i);
+    if (!grad.defined()) {
+      slot.state = GradientState::none;
+      slot.kept = false;
+      continue;
+    }
+    TORCH_CHECK(
+        entry.trainable,
+        "[zero.sharding] parameter '",
+        entry.parameter.name,
+        "' has a gradient but was frozen when it was wrapped, so its gradient was not reduced "
+        "(rank ",
+        table_.rank(),
+        " of ",
+        table_.world_size(),
+        "); set requires_grad before wrapping");
+    if (grad.is_same(slot.alias) || grad.is_same(slot.stand_in)) {
+      slot.state = GradientState::reduced;
+      continue;
+    }
+    const at::NoGradGuard no_grad;
+    const at::Tensor& tensor = entry.parameter.tensor;
+    const at::Tensor dense =
+        at::empty_strided(tensor.sizes(), slot.alias.strides(), slot.alias.options());
+    dense.copy_(grad.detach());
+    const layout::Range held = storage_->reduced_range(entry.slot.bucket);
+    const layout::Range own = layout::intersect(entry.slot.range(), held);
+    memory::copy_elements(
+        storage_->reduced(entry.slot.bucket),
+        own.begin - held.begin,
+        dense,
+        own.begin - entry.slot.offset,
+        own.size());
+    grad.reset();
+    show_reduced(i);
+  }
+}
+
+bool GradientManager::has_gradient(int64_t index) const {
+  return table_.entry(index).trainable && grad_of(index).defined();
+}
+
+at::Tensor GradientManager::reduced(int64_t bucket) {
+  const std::lock_guard lock(mutex_);
+  return storage_->reduced(bucket);
+}
+
+layout::Range GradientManager::reduced_range(int64_t bucket) const {
+  return storage_->reduced_range(bucket);
+}
+
+} // namespace zero::sharding

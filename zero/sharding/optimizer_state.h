@@ -1,0 +1,45 @@
+#pragma once
+
+// OptimizerStateManager: the moments of native rules, flat, for the elements that
+// this rank updates (its shard; everything at stage 0), and each parameter's own
+// step count.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <zero/options.h>
+#include <zero/sharding/parameter_table.h>
+
+namespace zero::sharding {
+
+// Names of a rule's state tensors, as torch.optim has them.
+std::vector<std::string> state_names(const Rule& rule);
+
+class OptimizerStateManager {
+ public:
+  OptimizerStateManager(ParameterTable& table, std::shared_ptr<memory::Account> account);
+
+  // State tensors of a bucket over `numel` elements by name, zero at first.
+  const std::vector<memory::FlatBuffer>&
+  tensors(int64_t bucket, const std::vector<std::string>& names, int64_t numel);
+  // Empty before the bucket's first step.
+  const std::vector<memory::FlatBuffer>& existing(int64_t bucket) const;
+  const std::vector<std::string>& names(int64_t bucket) const;
+
+  int64_t& step_count(int64_t parameter);
+
+ private:
+  struct Entry {
+    std::vector<std::string> names;
+    std::vector<memory::FlatBuffer> tensors;
+  };
+  Entry& entry(int64_t bucket) const;
+
+  ParameterTable& table_;
+  std::shared_ptr<memory::Account> account_;
+  mutable std::vector<Entry> entries_;
+  std::vector<int64_t> steps_;
+};
+
+} // namespace zero::sharding
