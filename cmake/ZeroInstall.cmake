@@ -15,6 +15,11 @@ install(
   NAMESPACE zero::
   DESTINATION ${ZERO_CMAKE_DIR})
 
+if(ZERO_RELOCATABLE)
+  set(ZERO_TORCH_HINT "")
+else()
+  set(ZERO_TORCH_HINT "${ZERO_TORCH_ROOT}")
+endif()
 configure_package_config_file(cmake/ZeroConfig.cmake.in ZeroConfig.cmake INSTALL_DESTINATION ${ZERO_CMAKE_DIR})
 write_basic_package_version_file(ZeroConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/ZeroConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/ZeroConfigVersion.cmake

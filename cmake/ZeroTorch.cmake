@@ -10,7 +10,8 @@
 #   2. TORCH_ROOT, the folder of the Python package (variable or environment)
 #   3. Torch_DIR or CMAKE_PREFIX_PATH, as torch.utils.cmake_prefix_path gives it
 #   4. beside this package, when both lie in one site-packages
-#   5. Python3_EXECUTABLE, else python3
+#   5. ZERO_TORCH_HINT, where the torch lay that this package was built with
+#   6. Python3_EXECUTABLE, else python3
 #
 # Sets ZERO_TORCH_ROOT, ZERO_TORCH_VERSION ("2.13.0+cpu"), ZERO_TORCH_MINOR
 # ("2.13"), ZERO_TORCH_CUDA ("13.0" or ""), and ZERO_TORCH_ERROR when not found.
@@ -69,6 +70,9 @@ function(_zero_torch_locate result)
     if(EXISTS "${site_packages}/torch/lib/libtorch.so")
       set(root "${site_packages}/torch")
     endif()
+  endif()
+  if(NOT root AND EXISTS "${ZERO_TORCH_HINT}/lib/libtorch.so")
+    set(root "${ZERO_TORCH_HINT}")
   endif()
   if(NOT root)
     _zero_torch_from_python(root)

@@ -14,7 +14,7 @@
 
 struct Flags {
   int64_t stage = 2;
-  int64_t steps = 400;
+  int64_t steps = 500;
   int64_t batch = 4;
   int64_t accumulate = 1;
   bool sync_every_micro = false;

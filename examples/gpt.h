@@ -8,10 +8,17 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <torch/torch.h>
 
 constexpr int64_t vocabulary = 256;
+
+// torch::nn::Linear adds its bias after a rounded product where Python's fuses
+// the two: call the fused operator, for the bits of the Python program.
+inline torch::Tensor affine(const torch::nn::Linear& layer, const torch::Tensor& x) {
+  return torch::linear(x, layer->weight, layer->bias);
+}
 
 struct Block : torch::nn::Module {
   Block(int64_t dim, int64_t heads) : heads(heads) {
@@ -25,18 +32,18 @@ struct Block : torch::nn::Module {
   }
 
   torch::Tensor attend(const torch::Tensor& x) {
-    auto parts = attention_in(x).chunk(3, -1);
+    auto parts = affine(attention_in, x).chunk(3, -1);
     for (auto& part : parts) {
       part = part.unflatten(-1, {heads, -1}).transpose(1, 2);
     }
     auto mixed = torch::scaled_dot_product_attention(
         parts[0], parts[1], parts[2], /*attn_mask=*/{}, /*dropout_p=*/0.0, /*is_causal=*/true);
-    return attention_out(mixed.transpose(1, 2).flatten(2));
+    return affine(attention_out, mixed.transpose(1, 2).flatten(2));
   }
 
   torch::Tensor forward(torch::Tensor x) {
     x = x + attend(attention_norm(x));
-    return x + mlp_out(torch::gelu(mlp_in(mlp_norm(x))));
+    return x + affine(mlp_out, torch::gelu(affine(mlp_in, mlp_norm(x))));
   }
 
   int64_t heads;
@@ -93,8 +100,8 @@ inline void initialise(GPT& model, uint64_t seed) {
   }
 }
 
-// `prompt` and `length` sampled bytes; every rank must call it, as each forward
-// is collective.
+// `prompt` and `length` sampled bytes. Every rank must call it: a forward can
+// communicate.
 inline std::string generate(
     GPT& model,
     const std::string& prompt,

@@ -69,7 +69,7 @@ def initialise(model: GPT, seed: int) -> None:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> bytes:
-    """`prompt` and `length` sampled bytes; every rank must call it, as each forward is collective."""
+    """`prompt` and `length` sampled bytes. Every rank must call it: a forward can communicate."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)])
     for _ in range(length):

@@ -2,22 +2,27 @@
 
 import json
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 KINDS = ("parameters", "gradients", "optimizer_state", "buffers")
 BLUE, ORANGE, GREY = "#2f6db5", "#e07b39", "#b9c0c8"
 RANKS_SHOWN = 4
 
 
-def smoothed(values: list[float], keep: float = 0.9) -> list[float]:
-    return list(accumulate(values, lambda mean, value: keep * mean + (1 - keep) * value))
+def smoothed(values: list[float], keep: float = 0.95) -> list[float]:
+    """An exponential mean without the lag of its start."""
+    means, total, weight = [], 0.0, 0.0
+    for value in values:
+        total = keep * total + value
+        weight = keep * weight + 1
+        means.append(total / weight)
+    return means
 
 
 def draw_losses(axes: plt.Axes, metrics: dict) -> None:

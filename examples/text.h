@@ -4,7 +4,6 @@
 // in Python: the same files in the same order, the same batches.
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
@@ -42,8 +41,8 @@ inline std::string default_directory() {
     for (const auto& entry : fs::directory_iterator(root, ignored)) {
       const auto name = entry.path().filename().string();
       if (name.starts_with(prefix) && fs::exists(entry.path() / "os.py")) {
-        newest = std::max(
-            newest, {std::atoi(name.c_str() + prefix.size()), entry.path().string()});
+        const int minor = std::atoi(name.c_str() + prefix.size());
+        newest = std::max(newest, {minor, entry.path().string()});
       }
     }
   }
@@ -127,25 +126,20 @@ class Batches {
   }
 
   Batch train(int64_t step, int64_t micro) const {
-    return cut(training_, {share_.seed, step}, micro);
+    return cut(training_, share_.seed, step, micro);
   }
 
   Batch validation(int64_t number) const {
-    return cut(held_out_, {validation_seed, 0}, number);
+    return cut(held_out_, validation_seed, 0, number);
   }
 
  private:
-  Batch cut(const torch::Tensor& data, std::array<int64_t, 2> key, int64_t number) const {
-    const int64_t first = (number * share_.ranks + share_.rank) * share_.batch;
-    const auto room = static_cast<uint64_t>(data.size(0) - share_.context - 1);
-    std::vector<int64_t> starts;
+  Batch cut(const torch::Tensor& data, uint64_t seed, uint64_t step, int64_t number) const {
+    const uint64_t first = (number * share_.ranks + share_.rank) * share_.batch;
+    const uint64_t room = data.size(0) - share_.context - 1;
+    std::vector<int64_t> starts(share_.batch);
     for (int64_t i = 0; i < share_.batch; ++i) {
-      starts.push_back(static_cast<int64_t>(
-          hash_numbers(
-              {static_cast<uint64_t>(key[0]),
-               static_cast<uint64_t>(key[1]),
-               static_cast<uint64_t>(first + i)}) %
-          room));
+      starts[i] = static_cast<int64_t>(hash_numbers({seed, step, first + i}) % room);
     }
     auto index = torch::tensor(starts).unsqueeze(1) + torch::arange(share_.context + 1);
     auto rows = data.index({index}).to(torch::kLong);

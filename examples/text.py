@@ -54,20 +54,21 @@ class Batches:
             raise ValueError(f"a text of {len(text)} bytes is too short for a context of {context}")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.training, self.held_out = data[:split], data[split:]
-        self.batch, self.context, self.seed, self.rank, self.ranks = batch, context, seed, rank, ranks
+        self.batch, self.context, self.seed = batch, context, seed
+        self.rank, self.ranks = rank, ranks
 
     def train(self, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cut(self.training, (self.seed, step), micro)
+        return self._cut(self.training, self.seed, step, micro)
 
     def validation(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cut(self.held_out, (VALIDATION_SEED, 0), number)
+        return self._cut(self.held_out, VALIDATION_SEED, 0, number)
 
     def _cut(
-        self, data: torch.Tensor, key: tuple[int, int], number: int
+        self, data: torch.Tensor, seed: int, step: int, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = (number * self.ranks + self.rank) * self.batch
         room = len(data) - self.context - 1
-        starts = [hash_numbers(*key, first + i) % room for i in range(self.batch)]
+        starts = [hash_numbers(seed, step, first + i) % room for i in range(self.batch)]
         index = torch.tensor(starts).unsqueeze(1) + torch.arange(self.context + 1)
         rows = data[index].long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -4,8 +4,8 @@
 //   torchrun --no-python --nproc-per-node 2 build/train_gpt --stage 2
 //   build/train_gpt                                          (one rank)
 
-#include <cmath>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -31,7 +31,7 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-const std::string prompt = "def ";
+const std::string prompt = "class Reader:\n    def read(self";
 
 // Linear warm-up, then half a cosine down to --min-lr. Operations in the order
 // of the Python program, for equal bits.
@@ -233,8 +233,9 @@ std::string metrics_json(const Run& run, const Metrics& metrics, int64_t paramet
   std::ostringstream json;
   json.precision(17);
   json << "{\n \"stage\": " << run.flags.stage << ",\n \"ranks\": " << run.ranks()
-       << ",\n \"parameters\": " << parameters << ",\n \"effective_batch\": "
-       << run.flags.batch * run.ranks() * run.flags.accumulate << ",\n \"losses\": [";
+       << ",\n \"parameters\": " << parameters
+       << ",\n \"effective_batch\": " << run.flags.batch * run.ranks() * run.flags.accumulate
+       << ",\n \"losses\": [";
   for (size_t i = 0; i < metrics.losses.size(); ++i) {
     json << (i == 0 ? "" : ", ") << metrics.losses[i];
   }
@@ -280,8 +281,9 @@ void finish(const Run& run, const Metrics& metrics, int64_t parameters) {
   if (run.rank() != 0) {
     return;
   }
-  std::cout << "\n" << zero::report(run.optimizer) << "\n\nsample   (" << flags.sample_bytes
-            << " bytes)\n" << printable(sample) << "\n\n";
+  std::cout << "\n"
+            << zero::report(run.optimizer) << "\n\nsample   (" << flags.sample_bytes << " bytes)\n"
+            << printable(sample) << "\n\n";
   std::printf(
       "speed    %.0f tokens/s; %.1f s of training\n", metrics.tokens_per_second, metrics.seconds);
   std::filesystem::create_directories(flags.out);

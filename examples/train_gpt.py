@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import zero_torch as zero
 
-PROMPT = b"def "
+PROMPT = b"class Reader:\n    def read(self"
 
 
 def parse_flags() -> argparse.Namespace:
@@ -33,7 +33,7 @@ def parse_flags() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--stage", type=int, default=2, help="ZeRO stage")
-    add("--steps", type=int, default=400)
+    add("--steps", type=int, default=500)
     add("--batch", type=int, default=4, help="sequences of a micro-batch, per rank")
     add("--accumulate", type=int, default=1, help="micro-batches of a step")
     add("--sync-every-micro", action="store_true", help="reduce after each micro-batch")

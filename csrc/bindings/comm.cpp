@@ -42,7 +42,8 @@ void init_comm(py::module_& module) {
   module.def(
       "launch_environment",
       &launch_environment,
-      "What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.\n"
+      "What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a "
+      "launcher.\n"
       "Raises ValueError naming a variable that is missing or malformed.");
 }
 

@@ -72,6 +72,15 @@ py::dict report(const Engine& engine) {
   return result;
 }
 
+template <typename T>
+void wait_parameters(T& engine) {
+  if constexpr (requires { engine.wait_parameters(); }) {
+    engine.wait_parameters();
+  } else {
+    engine.synchronize();
+  }
+}
+
 using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 void bind_identity(EngineClass& engine) {
@@ -84,7 +93,8 @@ void bind_identity(EngineClass& engine) {
           py::arg("options"),
           py::arg("group").none(true),
           NoGil(),
-          "[collective] The engine of `parameters` (name, tensor, group index), with rank 0's values\n"
+          "[collective] The engine of `parameters` (name, tensor, group index), with rank 0's "
+          "values\n"
           "of them and of `buffers`, over a private group with the members of `group` (None: one\n"
           "rank). Raises before any change when ranks differ, naming the first difference.")
       .def(
@@ -177,7 +187,8 @@ void bind_training(EngineClass& engine) {
           py::arg("max_norm"),
           py::arg("norm_type"),
           NoGil(),
-          "[collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.")
+          "[collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm "
+          "before.")
       .def(
           "synchronize",
           &Engine::synchronize,
@@ -185,7 +196,7 @@ void bind_training(EngineClass& engine) {
           "[collective] Reduces what backward left unreduced and waits for every transfer.")
       .def(
           "wait_parameters",
-          &Engine::wait_parameters,
+          &wait_parameters<Engine>,
           NoGil(),
           "Waits until the parameters of the last step have arrived. Starts no transfer.");
 }
@@ -212,7 +223,8 @@ void bind_inspection(EngineClass& engine) {
           &Engine::full_state,
           py::arg("index"),
           NoGil(),
-          "[collective at stages 1 and 2] Whole state of a native rule, by name; empty before a step.")
+          "[collective at stages 1 and 2] Whole state of a native rule, by name; empty before a "
+          "step.")
       .def(
           "load_full_state",
           &Engine::load_full_state,
@@ -233,9 +245,18 @@ void bind_inspection(EngineClass& engine) {
           py::arg("index"),
           py::arg("whole"),
           NoGil(),
-          "This rank's part of a whole tensor of the parameter's shape.")
+          "This rank's part of a whole tensor of the parameter's shape, as a copy.")
+      .def(
+          "account_foreign_state",
+          &Engine::account_foreign_state,
+          py::arg("bytes"),
+          NoGil(),
+          "Bytes of optimizer state that a rule outside the engine holds on this rank.")
       .def("report_table", &Engine::report_table, NoGil(), "The report as an aligned table.")
-      .def("report", &report, "What is held, was held at most and was sent, in bytes, beside theory.");
+      .def(
+          "report",
+          &report,
+          "What is held, was held at most and was sent, in bytes, beside theory.");
 }
 
 void bind_agreement(EngineClass& engine) {

@@ -65,18 +65,15 @@ void bind_sgd(py::module_& module) {
   const SGD defaults;
   py::class_<SGD>(module, "SGD", "Stochastic gradient descent with momentum, as torch.optim.SGD.")
       .def(
-          py::init([](double lr,
-                      double momentum,
-                      double dampening,
-                      double weight_decay,
-                      bool nesterov) {
-            return SGD{
-                .lr = lr,
-                .momentum = momentum,
-                .dampening = dampening,
-                .weight_decay = weight_decay,
-                .nesterov = nesterov};
-          }),
+          py::init(
+              [](double lr, double momentum, double dampening, double weight_decay, bool nesterov) {
+                return SGD{
+                    .lr = lr,
+                    .momentum = momentum,
+                    .dampening = dampening,
+                    .weight_decay = weight_decay,
+                    .nesterov = nesterov};
+              }),
           py::kw_only(),
           py::arg("lr") = defaults.lr,
           py::arg("momentum") = defaults.momentum,

@@ -6,6 +6,7 @@ that made it and never a hang.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +127,9 @@ def _collect_groups(groups: Iterable[dict[str, Any]], first: int) -> Collected:
 
 def _refuse_set(what: str, value: Any) -> None:
     if isinstance(value, set | frozenset):
-        raise TypeError(f"expected {what} to be ordered, got a set: ranks would disagree on the order")
+        raise TypeError(
+            f"expected {what} to be ordered, got a set: ranks would disagree on the order"
+        )
 
 
 def _tensor(item: Any) -> torch.Tensor:
@@ -208,9 +211,7 @@ def _check_overlap(parameters: Named) -> None:
         end = begin + (last + 1) * parameter.element_size()
         extents.append((str(parameter.device), begin, end, name))
     extents.sort()
-    for (device, _, end, name), (other_device, begin, _, other) in zip(
-        extents, extents[1:], strict=False
-    ):
+    for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(extents):
         if device == other_device and begin < end:
             raise ValueError(
                 f"parameters '{name}' and '{other}' share memory; to tie them, use one Parameter "

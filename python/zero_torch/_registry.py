@@ -38,7 +38,7 @@ def optimizer_of(engine: _C.Engine) -> ZeroOptimizer | None:
 
 def find(parameter: torch.Tensor) -> tuple[_C.Engine, int] | None:
     """The engine of a parameter and its index there; None for a tensor that isn't managed."""
-    for reference in list(_engines):
+    for reference in _engines:
         engine = reference()
         if engine is not None and (index := engine.index_of(parameter)) >= 0:
             return engine, index

@@ -1,8 +1,8 @@
 """Notices when a module's parameters are no longer the ones that an engine manages.
 
 Engines see values that moved (``p.data = x``); a Parameter object that was replaced or added
-(``load_state_dict(assign=True)``, LoRA) only the module knows. Everything is held weakly: neither the
-module nor the engine lives longer for being watched.
+(``load_state_dict(assign=True)``, LoRA) only the module knows. Everything is held weakly: neither
+the module nor the engine lives longer for being watched.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ModuleWatch:
             module is not None
             and (len(module._parameters) != parameters or len(module._modules) != modules)
             for module, parameters, modules in (
-                (reference(), parameters, modules) for reference, parameters, modules in self._counts
+                (reference(), parameters, modules)
+                for reference, parameters, modules in self._counts
             )
         ):
             self.refresh()
@@ -67,8 +68,9 @@ class ModuleWatch:
             known = id(parameter) in self._ignored or not parameter.requires_grad
             if not known and engine.index_of(parameter) < 0:
                 raise RuntimeError(
-                    f"parameter '{name}' was added after the model was sharded: it would be neither "
-                    "reduced nor stepped; pass it to optimizer.add_param_group() or freeze it"
+                    f"parameter '{name}' was added after the model was sharded: it would be "
+                    "neither reduced nor stepped; pass it to optimizer.add_param_group(), or "
+                    "freeze it"
                 )
         self._record(module)
 
@@ -135,8 +137,8 @@ def _put_back(slots: dict[str, Any], key: str, parameter: torch.Tensor, name: st
         )
     if new.grad is not None:
         raise RuntimeError(
-            f"parameter '{name}' was replaced and the new one has a gradient that was never reduced; "
-            "replace parameters before forward, or copy into them instead"
+            f"parameter '{name}' was replaced and the new one has a gradient that was never "
+            "reduced; replace parameters before forward, or copy into them instead"
         )
     with torch.no_grad():
         parameter.copy_(new)

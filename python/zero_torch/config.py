@@ -59,8 +59,8 @@ class ZeroConfig:
     on_nonfinite: str = "ignore"
     """"skip" and "raise" are not built yet."""
     sync_buffers: bool = False
-    """Broadcast of buffers before each forward: not built yet. (Rank 0's buffers are broadcast once,
-    at construction.)"""
+    """Broadcast of buffers before each forward: not built yet. (Rank 0's are broadcast once, at
+    construction.)"""
     ignored_params: Iterable[str | torch.Tensor] = ()
     """Names of parameters, or the parameters, that are neither reduced nor stepped."""
     step_in_backward: bool = False
@@ -148,13 +148,15 @@ def _reshard(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if value != "auto":
-        raise ValueError(f'expected reshard_after_forward to be True, False or "auto", got {value!r}')
+        raise ValueError(
+            f'expected reshard_after_forward to be True, False or "auto", got {value!r}'
+        )
     return "auto"
 
 
 def _unit_names(units: Any) -> list[str]:
     """The units that are given by name; classes and predicates are resolved at stage 3 only."""
-    if units is None or callable(units) and not isinstance(units, type):
+    if units is None or (callable(units) and not isinstance(units, type)):
         return []
     if isinstance(units, str | type) or not isinstance(units, Iterable):
         raise TypeError(

@@ -78,8 +78,8 @@ class ShardedGradient(torch.Tensor):
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
-                f"gradient of parameter '{self._name}' was sharded by a ZeroOptimizer or ZeroModule "
-                f"that is gone: {operation} is no longer possible; set .grad to None"
+                f"gradient of parameter '{self._name}' was sharded by a ZeroOptimizer or "
+                f"ZeroModule that is gone: {operation} is no longer possible; set .grad to None"
             )
         return engine
 
@@ -103,7 +103,7 @@ class ShardedGradient(torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None and not kwargs and (result := handler(func, args)) is not None:
             return result
-        _first(args, kwargs)._refuse(str(func))
+        return _first(args, kwargs)._refuse(str(func))
 
 
 def install(engine: _C.Engine) -> None:
@@ -162,7 +162,9 @@ def _foreach(func: Callable[..., Any], args: Sequence[Any]) -> Any:
 def _unscale(func: Callable[..., Any], args: Sequence[Any]) -> Any:
     targets, found_inf, inverse_scale = args
     func([_shard(target) for target in targets], found_inf, inverse_scale)
-    engines = {t._engine: t._live_engine("unscaling it") for t in targets if type(t) is ShardedGradient}
+    engines = {
+        t._engine: t._live_engine("unscaling it") for t in targets if type(t) is ShardedGradient
+    }
     # An overflow in anyone's shard must be everyone's, or ranks would part at the next step.
     for engine in engines.values():
         if engine.agree_any(bool(found_inf.item())):

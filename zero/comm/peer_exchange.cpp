@@ -155,6 +155,7 @@ OperationHeader PeerExchange::receive_header(int64_t peer) {
       DistBackendError,
       header.kind != OperationHeader::kGaveUp,
       kPrefix, "rank ", peer, " gave up: ", why_gave_up(header), " (", where(), ")");
+  post_header_receive(peer);
   return header;
 }
 
@@ -181,9 +182,6 @@ std::vector<OperationHeader> PeerExchange::open(OperationHeader own, std::string
   }
   wait(header_sends_); // before any complaint: the peers need it for theirs
   compare(headers);
-  for (int64_t i = 1; i < size_; ++i) {
-    post_header_receive(before(i));
-  }
   opening_ = false;
   return headers;
 }

@@ -1,0 +1,99 @@
+#pragma once
+
+// How elements of each Type are loaded and stored: free of branches, so that
+// loops over them vectorize. Included only where kernels are compiled; everything
+// lives in the namespace of the instruction set.
+
+#include <bit>
+#include <cstdint>
+
+#include "csrc/kernels/kernels.h"
+
+namespace zero::kernels::ZERO_KERNELS_NAMESPACE {
+
+struct Float32 {
+  using Storage = float;
+  using Compute = float;
+  static float load(float value) {
+    return value;
+  }
+  static float store(float value) {
+    return value;
+  }
+};
+
+struct Float64 {
+  using Storage = double;
+  using Compute = double;
+  static double load(double value) {
+    return value;
+  }
+  static double store(double value) {
+    return value;
+  }
+};
+
+struct BFloat16 {
+  using Storage = uint16_t;
+  using Compute = float;
+  static float load(uint16_t value) {
+    return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
+  }
+  // Round to nearest, ties to even; a NaN stays one.
+  static uint16_t store(float value) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    const uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7FFFFFFFU) > 0x7F800000U ? 0x7FC0U : rounded);
+  }
+};
+
+struct Float16 {
+  using Storage = uint16_t;
+  using Compute = float;
+  static float load(uint16_t value) {
+    const uint32_t sign = static_cast<uint32_t>(value & 0x8000U) << 16;
+    const uint32_t magnitude = value & 0x7FFFU;
+    const uint32_t normal = (magnitude << 13) + (112U << 23);
+    const uint32_t special = (magnitude << 13) + (224U << 23);
+    // A subnormal is its mantissa times 2^-24, which fp32 holds exactly.
+    const auto subnormal =
+        std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24F);
+    const uint32_t finite = magnitude < 0x0400U ? subnormal : normal;
+    return std::bit_cast<float>(sign | (magnitude >= 0x7C00U ? special : finite));
+  }
+  // Round to nearest, ties to even; overflow gives infinity, a NaN stays one.
+  static uint16_t store(float value) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    const uint32_t sign = (bits >> 16) & 0x8000U;
+    const uint32_t magnitude = bits & 0x7FFFFFFFU;
+    const uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13) & 1U);
+    const uint32_t normal = (rounded - (112U << 23)) >> 13;
+    // Adding 2^23 rounds the scaled subnormal to an integer in its low bits.
+    const float scaled = std::bit_cast<float>(magnitude) * 0x1p24F + 0x1p23F;
+    const uint32_t subnormal = std::bit_cast<uint32_t>(scaled) & 0x7FFU;
+    const uint32_t finite = magnitude < (113U << 23) ? subnormal : normal;
+    const uint32_t large = magnitude > 0x7F800000U ? 0x7E00U : 0x7C00U;
+    return static_cast<uint16_t>(sign | (magnitude >= (143U << 23) ? large : finite));
+  }
+};
+
+// Calls function(element type) for a Type.
+template <typename Function>
+void with_elements(Type type, Function&& function) {
+  switch (type) {
+    case Type::f32:
+      function(Float32{});
+      break;
+    case Type::f64:
+      function(Float64{});
+      break;
+    case Type::bf16:
+      function(BFloat16{});
+      break;
+    case Type::f16:
+      function(Float16{});
+      break;
+  }
+}
+
+} // namespace zero::kernels::ZERO_KERNELS_NAMESPACE

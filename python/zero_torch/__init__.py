@@ -1,0 +1,38 @@
+"""Data-parallel training with sharded optimizer state and gradients.
+
+    import zero_torch as zero
+
+    zero.init()
+    optimizer = zero.ZeroOptimizer(model, stage=2, lr=3e-4)
+
+The model is called as before; ``optimizer`` is a ``torch.optim.Optimizer``.
+"""
+
+from __future__ import annotations
+
+from . import _abi
+
+_abi.check()
+
+from .config import ZeroConfig  # noqa: E402
+from .init import init  # noqa: E402
+from .inspect import full_grad, full_param, full_state, gathered  # noqa: E402
+from .module import ZeroModule  # noqa: E402
+from .optimizer import ZeroOptimizer  # noqa: E402
+from .report import report  # noqa: E402
+from .state import load_state_dict, optimizer_state_dict, state_dict  # noqa: E402
+
+__all__ = [
+    "ZeroConfig",
+    "ZeroModule",
+    "ZeroOptimizer",
+    "full_grad",
+    "full_param",
+    "full_state",
+    "gathered",
+    "init",
+    "load_state_dict",
+    "optimizer_state_dict",
+    "report",
+    "state_dict",
+]

@@ -1,0 +1,154 @@
+"""A torch.optim class on shards: it sees one parameter per part that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C, _wire
+from .elementwise import Traits
+from .native import Groups, State
+
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+class ForeignRule:
+    """Steps an engine by an instance of ``cls`` over this rank's parts."""
+
+    def __init__(
+        self,
+        engine: _C.Engine,
+        cls: type[torch.optim.Optimizer],
+        hyperparameters: dict[str, Any],
+        traits: Traits,
+        groups: Groups,
+    ) -> None:
+        self._engine = engine
+        self._traits = traits
+        self._parts: dict[int, nn.Parameter] = {}
+        self._count = 0
+        inner_groups = [self._lend_group(group) for group in groups]
+        self.inner = cls(inner_groups, **hyperparameters)
+
+    def step(self, groups: Groups) -> None:
+        self._copy_hyperparameters(groups)
+        self._engine.begin_step()
+        try:
+            for index in self._engine.stepping():
+                part, shard = self._parts[index], self._engine.shard_parameter(index)
+                if part.data_ptr() != shard.data_ptr():
+                    part.data = shard
+                part.grad = self._engine.shard_gradient(index)
+            self.inner.step()
+        finally:
+            for part in self._parts.values():
+                part.grad = None
+            self._engine.end_step()
+        for outer, inner in zip(groups, self.inner.param_groups, strict=True):
+            outer.update({key: inner[key] for key in outer if key not in _NOT_HYPERPARAMETERS})
+        self._account()
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(self._lend_group(group))
+
+    def states(self, indices: Iterable[int]) -> Iterator[tuple[int, State]]:
+        """(index, whole state) of those that have state. Collective at stages 1 and 2."""
+        kinds = self._kinds()
+        for index in indices:
+            if index in kinds:
+                yield (
+                    index,
+                    {key: self._whole(index, key, *kind) for key, kind in kinds[index].items()},
+                )
+
+    def check_state(self, name: str, parameter: torch.Tensor, state: State) -> None:
+        """Raises ValueError when ``state`` can't be split like ``parameter``."""
+        for key, value in state.items():
+            if self._is_split(key, value) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"state of parameter '{name}': expected {key} of shape "
+                    f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
+                )
+
+    def load_states(self, states: dict[int, State], groups: Groups) -> None:
+        """Replaces all state: what ``states`` lacks is cleared. No communication."""
+        self._copy_hyperparameters(groups)
+        packed = self.inner.state_dict()
+        order = {id(part): index for index, part in self._parts.items()}
+        loaded = {}
+        for inner_group, packed_group in zip(
+            self.inner.param_groups, packed["param_groups"], strict=True
+        ):
+            for part, key in zip(inner_group["params"], packed_group["params"], strict=True):
+                index = order[id(part)]
+                if index in states:
+                    loaded[key] = {
+                        name: self._part_of(index, name, value)
+                        for name, value in states[index].items()
+                    }
+        self.inner.load_state_dict({"state": loaded, "param_groups": packed["param_groups"]})
+        self._account()
+
+    def _lend_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group as the inner optimizer sees it: parts that share the engine's memory."""
+        parts = []
+        for _ in group["params"]:
+            shard = self._engine.shard_parameter(self._count)
+            if shard.numel() > 0:
+                self._parts[self._count] = nn.Parameter(shard.detach())
+                parts.append(self._parts[self._count])
+            self._count += 1
+        return {**_hyperparameters(group), "params": parts}
+
+    def _copy_hyperparameters(self, groups: Groups) -> None:
+        for inner, outer in zip(self.inner.param_groups, groups, strict=True):
+            inner.update(_hyperparameters(outer))
+
+    def _account(self) -> None:
+        tensors = (v for state in self.inner.state.values() for v in state.values())
+        self._engine.account_foreign_state(
+            sum(v.numel() * v.element_size() for v in tensors if isinstance(v, torch.Tensor))
+        )
+
+    def _is_split(self, key: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and key not in self._traits.per_parameter
+
+    def _kinds(self) -> dict[int, dict[str, tuple[torch.dtype | None, Any]]]:
+        """By index and key: the dtype of what is split, or the value of what is not.
+
+        Ranks without a part of a parameter learn it from those that have one.
+        """
+        own: dict[int, dict[str, tuple[torch.dtype | None, Any]]] = {}
+        for index, part in self._parts.items():
+            state = self.inner.state.get(part, {})
+            if state:
+                own[index] = {
+                    key: (value.dtype, None) if self._is_split(key, value) else (None, value)
+                    for key, value in state.items()
+                }
+        if self._engine.options.stage == 0:
+            return own
+        merged: dict[int, dict[str, tuple[torch.dtype | None, Any]]] = {}
+        for theirs in _wire.exchange(self._engine, own):
+            for index, kind in theirs.items():
+                merged.setdefault(index, kind)
+        return merged
+
+    def _whole(self, index: int, key: str, dtype: torch.dtype | None, value: Any) -> Any:
+        if dtype is None:
+            return value.clone() if isinstance(value, torch.Tensor) else value
+        part = self._parts.get(index)
+        own = torch.empty(0, dtype=dtype) if part is None else self.inner.state[part][key]
+        return self._engine.unshard(index, own)
+
+    def _part_of(self, index: int, key: str, value: Any) -> Any:
+        if self._is_split(key, value):
+            return self._engine.shard(index, value)
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}

@@ -1,0 +1,142 @@
+"""The rules that C++ runs itself: which hyper-parameters they take, and their state by index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from . import _C
+
+State = dict[str, Any]
+Groups = list[dict[str, Any]]
+
+_TORCH = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+_ADAM = ("lr", "betas", "eps", "weight_decay")
+HYPERPARAMETERS = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+}
+_STATE = {
+    "adamw": ("step", "exp_avg", "exp_avg_sq"),
+    "adam": ("step", "exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+# These would change the result; `foreach`, `fused` and `capturable` only say how torch computes it.
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+
+
+def defaults(name: str, given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """Every key that torch's optimizer has in its groups, with ``given`` put over its defaults.
+
+    Raises TypeError for an unknown hyper-parameter (``settings`` are the other keywords that are
+    allowed) and NotImplementedError for one of torch's that the native rule doesn't have.
+    """
+    result = dict(_TORCH[name]([torch.zeros(1)]).defaults)
+    for key, value in given.items():
+        if key in HYPERPARAMETERS[name]:
+            result[key] = value
+        elif key not in result:
+            raise TypeError(
+                f"unexpected keyword argument '{key}'; optimizer='{name}' takes "
+                f"{', '.join(HYPERPARAMETERS[name])}, and the settings are {', '.join(settings)}"
+            )
+        elif value != result[key]:
+            raise NotImplementedError(
+                f"{key}={value!r} is not supported by the native '{name}' rule; leave it at "
+                f"{result[key]!r}, or pass the class torch.optim.{_TORCH[name].__name__}"
+            )
+    return result
+
+
+def check_group(name: str, group: dict[str, Any]) -> None:
+    """Raises ValueError, TypeError or NotImplementedError for hyper-parameters of one group."""
+    _C.validate_rule(_rule(name, group))
+
+
+class NativeRule:
+    """Steps an engine by ``"adamw"``, ``"adam"`` or ``"sgd"``."""
+
+    def __init__(self, engine: _C.Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+
+    def step(self, groups: Groups) -> None:
+        self._engine.step([_rule(self._name, group) for group in groups])
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Nothing to prepare: the engine makes state when a group steps first."""
+
+    def states(self, indices: Iterable[int]) -> Iterator[tuple[int, State]]:
+        """(index, whole state) of those that have state. Collective at stages 1 and 2."""
+        for index in indices:
+            state = self._engine.full_state(index)
+            kept = {key: state[key] for key in _STATE[self._name] if key in state}
+            if kept:
+                yield index, kept
+
+    def check_state(self, name: str, parameter: torch.Tensor, state: State) -> None:
+        """Raises ValueError when ``state`` is not this rule's state of ``parameter``."""
+        unknown = sorted(set(state) - {*_STATE[self._name], "step"})
+        missing = [key for key in _STATE[self._name] if key not in state]
+        if unknown or missing:
+            raise ValueError(
+                f"state of parameter '{name}': expected {', '.join(_STATE[self._name])} for "
+                f"optimizer='{self._name}', got {', '.join(map(str, state)) or 'nothing'}"
+            )
+        for key, value in state.items():
+            if key != "step" and value.shape != parameter.shape:
+                raise ValueError(
+                    f"state of parameter '{name}': expected {key} of shape "
+                    f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
+                )
+
+    def load_states(self, states: dict[int, State], groups: Groups) -> None:
+        """Replaces all state: what ``states`` lacks is cleared. No communication."""
+        for index in range(self._engine.parameter_count()):
+            state = states.get(index, {})
+            self._engine.load_full_state(
+                index, {key: torch.as_tensor(value) for key, value in state.items()}
+            )
+
+
+def _rule(name: str, group: dict[str, Any]) -> _C.AdamW | _C.Adam | _C.SGD:
+    for key in _UNSUPPORTED:
+        if group.get(key):
+            raise NotImplementedError(
+                f"{key}={group[key]!r} in a param group is not supported by the native '{name}' "
+                f"rule; pass the class torch.optim.{_TORCH[name].__name__} instead"
+            )
+    lr, weight_decay = _real("lr", group["lr"]), _real("weight_decay", group["weight_decay"])
+    if name == "sgd":
+        return _C.SGD(
+            lr=lr,
+            momentum=_real("momentum", group["momentum"]),
+            dampening=_real("dampening", group["dampening"]),
+            weight_decay=weight_decay,
+            nesterov=bool(group["nesterov"]),
+        )
+    # As in torch, an Adam whose group says so decouples its weight decay.
+    kind = _C.AdamW if group.get("decoupled_weight_decay", name == "adamw") else _C.Adam
+    return kind(
+        lr=lr,
+        betas=_betas(group["betas"]),
+        eps=_real("eps", group["eps"]),
+        weight_decay=weight_decay,
+    )
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"expected {name} to be a number or a tensor of one element, got {value!r}")
+    return float(value)
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise TypeError(f"expected betas to be two numbers, got {value!r}")
+    return _real("betas[0]", value[0]), _real("betas[1]", value[1])

@@ -1,0 +1,288 @@
+"""ZeroOptimizer: a torch.optim.Optimizer whose step, state and gradients are sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, overload
+
+import torch
+
+from . import _C, _registry, elementwise, gradients, native
+from ._engine import make_engine, watch
+from ._parameters import Collected, collect, collect_group
+from ._watch import ModuleWatch
+from .config import FIELDS, ZeroConfig, merged
+from .foreign import ForeignRule
+from .module import ZeroModule, no_sync
+
+Rule = native.NativeRule | ForeignRule
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Shards the training of a model in place and steps it. Use it as any torch optimizer.
+
+    ``target``: an ``nn.Module``, a ``ZeroModule``, or an iterable of parameters, of (name,
+    parameter) pairs or of param groups. The model is called as before; parameters keep their
+    identity, names, shapes and strides. Frozen parameters may be among them. Dropping the
+    optimizer gives a plain model back (a ``ZeroModule`` stays sharded).
+
+    ``optimizer``: ``"adamw"``, ``"adam"`` or ``"sgd"`` (native and fused, with torch's defaults and
+    formats), or an elementwise ``torch.optim`` class, which runs on the shards. ``lr`` and the
+    other hyper-parameters are keyword arguments, as are the settings of ``ZeroConfig`` (put over
+    ``config``). They are read from ``param_groups`` at each step, so schedulers work.
+
+    ``stage``: 0 replicates, 1 shards optimizer state, 2 gradients too. ``process_group``: the ranks
+    to shard over; by default torch.distributed's default group, made by ``zero_torch.init()`` when
+    a launcher asks for several ranks and there is none yet; without a launcher one rank.
+
+    Collective: all ranks construct it with equal arguments, and get rank 0's values of parameters
+    and buffers. ``step``, ``clip_grad_norm_``, ``grad_norm``, ``add_param_group`` and
+    ``synchronize`` are collective, at stages 1 and 2 ``state_dict`` too.
+
+    Raises TypeError or ValueError, naming the argument and what is allowed, before any
+    communication; NotImplementedError for what is not built yet; RuntimeError, naming the first
+    difference and both ranks, when ranks differ.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        optimizer: str | type[torch.optim.Optimizer] = "adamw",
+        *,
+        stage: int | None = None,
+        lr: float | torch.Tensor | None = None,
+        process_group: Any = None,
+        config: ZeroConfig | None = None,
+        **kw: Any,
+    ) -> None:
+        settings = {name: kw.pop(name) for name in FIELDS if name in kw}
+        hyperparameters = kw if lr is None else {"lr": lr, **kw}
+        self._engine: _C.Engine | None = None
+        if isinstance(target, ZeroModule):
+            given = {"config": config, "process_group": process_group, **settings}
+            collected = _collect_wrapped(target, stage, given)
+        else:
+            if stage is None:
+                raise TypeError("expected stage=0, 1 or 2; ZeroOptimizer has no default stage")
+            merged_config = merged(config, settings)
+            collected = collect(target, merged_config.ignored_params)
+        traits = None
+        if isinstance(optimizer, str):
+            _check_name(optimizer)
+            defaults = native.defaults(optimizer, hyperparameters, FIELDS)
+            for group in collected.groups:
+                native.check_group(optimizer, {**defaults, **group})
+        else:
+            traits = elementwise.examine(optimizer, hyperparameters)
+            defaults = traits.defaults
+        super().__init__(collected.groups, defaults)
+        if isinstance(target, ZeroModule):
+            engine = target._engine
+            self._watch: ModuleWatch | None = target._watch
+        else:
+            engine = make_engine(collected, merged_config, stage, process_group)
+            self._watch = watch(target, engine, collected)
+        self._rule: Rule
+        if isinstance(optimizer, str):
+            self._name: str | None = optimizer
+            self._rule = native.NativeRule(engine, optimizer)
+        else:
+            assert traits is not None
+            self._name = None
+            self._rule = ForeignRule(engine, optimizer, hyperparameters, traits, self.param_groups)
+        self._frozen = _frozen(collected)
+        self._engine = engine
+        _registry.add_optimizer(engine, self)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step with the reduced gradients. Collective. Returns what ``closure`` returned.
+
+        Reads hyper-parameters from ``param_groups``. At stages 1 and 2 the new values travel while
+        the program goes on; what reads them waits. Raises RuntimeError for parameters that were
+        added to the model since, by name.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_parameters()
+        with torch.no_grad():
+            self._rule.step(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's: ``.grad`` becomes None, or zeros of the parameter's shape. Not collective."""
+        self._live.zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most ``max_norm``. Collective.
+
+        Returns the norm of the whole gradient before: a 0-dim fp32 tensor, the same bits on every
+        rank, at every stage and world size. ``norm_type``: any p > 0, or ``inf``.
+        """
+        return self._scalar(self._live.clip_grad_norm(float(max_norm), float(norm_type)))
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the whole gradient: a 0-dim fp32 tensor. Collective."""
+        return self._scalar(self._live.grad_norm(float(norm_type)))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward accumulates without traffic; whole gradients are held meanwhile."""
+        with no_sync(self._live):
+            yield
+
+    def synchronize(self) -> None:
+        """Reduces what backward left unreduced and waits for every transfer. Collective."""
+        self._live.synchronize()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One more param group, as torch's. Collective: rank 0's values go to all ranks.
+
+        The parameters may be new to the model. Raises as the constructor does.
+        """
+        if self._engine is None:  # the base class hands us the first groups
+            super().add_param_group(param_group)
+            return
+        names = {} if self._watch is None else self._watch.names()
+        collected = collect_group(param_group, len(self.param_groups), names)
+        named = collected.named()
+        _registry.refuse_managed((name, parameter) for name, parameter, _ in named)
+        if self._name is not None:
+            native.check_group(self._name, {**self.defaults, **collected.groups[0]})
+        super().add_param_group(collected.groups[0])
+        try:
+            self._engine.add_parameters(named)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        gradients.install(self._engine)
+        self._rule.add_group(self.param_groups[-1])
+        self._frozen += _frozen(collected)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exactly torch's format, with whole tensors: loads into the plain torch optimizer.
+
+        ``{"state": {index: {...}}, "param_groups": [...]}``; ``state`` is empty before any step.
+        Collective at stages 1 and 2: all ranks must call it, and all get the whole. (To hold it on
+        rank 0 only: ``zero_torch.optimizer_state_dict``.)
+        """
+        return self._state_dict(keep=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state dict of the plain torch optimizer, or of any rank count and stage.
+
+        All ranks must have the same ``state_dict``; no communication. The dicts in ``param_groups``
+        stay the same objects. Raises ValueError when groups, names or shapes don't agree; nothing
+        is changed then.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        states, groups = self._unpack(state_dict)
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+        self._rule.load_states(states, self.param_groups)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ZeroOptimizer can't be copied or pickled, because it belongs to this process and "
+            "its ranks; save optimizer.state_dict() instead"
+        )
+
+    @property
+    def _live(self) -> _C.Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        device = (
+            self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
+        )
+        return torch.tensor(value, dtype=torch.float32, device=device)
+
+    def _check_parameters(self) -> None:
+        if self._watch is not None:
+            self._watch.check()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise NotImplementedError(
+                    f"parameter '{name}' was frozen when the model was sharded and no longer is: "
+                    "that is not built yet; make a new ZeroOptimizer after unfreezing"
+                )
+
+    def _state_dict(self, *, keep: bool) -> dict[str, Any]:
+        """torch's own packing, over whole states that live as long as it takes."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, state in self._rule.states(range(len(parameters))):
+            if keep:
+                self.state[parameters[index]] = state
+        try:
+            return super().state_dict() if keep else {}
+        finally:
+            self.state = defaultdict(dict)
+
+    def _unpack(self, state_dict: dict[str, Any]) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+        """(states by index, groups without 'params') of a state dict that fits this optimizer."""
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved] != sizes:
+            raise ValueError(
+                f"expected param groups of {sizes} parameters, got "
+                f"{[len(group['params']) for group in saved]} in the state dict"
+            )
+        keys = [key for group in saved for key in group["params"]]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in saved]
+        if self._name is not None:
+            for group in groups:
+                native.check_group(self._name, {**self.defaults, **group})
+        states = {}
+        for index, key in enumerate(keys):
+            state = {k: v for k, v in state_dict["state"].get(key, {}).items() if v is not None}
+            if state:
+                name, parameter, _ = self._live.parameter(index)
+                self._rule.check_state(name, parameter, state)
+                states[index] = state
+        return states, groups
+
+
+def _check_name(optimizer: str) -> None:
+    if optimizer not in native.HYPERPARAMETERS:
+        raise ValueError(
+            'expected optimizer to be "adamw", "adam", "sgd" or a torch.optim class, '
+            f'got "{optimizer}"'
+        )
+
+
+def _collect_wrapped(target: ZeroModule, stage: Any, given: dict[str, Any]) -> Collected:
+    """The parameters of a ZeroModule, whose settings were made where it was made."""
+    engine = target._engine
+    if stage is not None and (isinstance(stage, bool) or stage != engine.options.stage):
+        raise ValueError(f"the ZeroModule has stage={engine.options.stage}, got stage={stage!r}")
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is set where the ZeroModule is made, not in its optimizer")
+    if _registry.optimizer_of(engine) is not None:
+        gc.collect()  # one that was dropped may wait for it
+        if _registry.optimizer_of(engine) is not None:
+            raise ValueError("the ZeroModule has an optimizer already; drop that first")
+    parameters = [engine.parameter(index) for index in range(engine.parameter_count())]
+    return Collected(
+        [{"params": [parameter for _, parameter, _ in parameters]}],
+        [[name for name, _, _ in parameters]],
+    )
+
+
+def _frozen(collected: Collected) -> list[tuple[str, torch.Tensor]]:
+    return [(name, p) for name, p, _ in collected.named() if not p.requires_grad]

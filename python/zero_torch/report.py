@@ -1,0 +1,45 @@
+"""What a rank holds and has sent, next to theory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _C
+
+_FIELDS = ("held", "peak", "traffic", "theory")
+
+
+class Report:
+    """Numbers of one rank at one moment. Prints as a table."""
+
+    def __init__(self, engine: _C.Engine) -> None:
+        self._numbers = engine.report()
+        self._table = engine.report_table()
+
+    def as_dict(self) -> dict[str, Any]:
+        """``{"held", "peak", "traffic", "theory": {"held", "traffic"}}``, in bytes.
+
+        ``held`` (now) and ``peak`` (since the last step began) have the keys ``parameters``,
+        ``gradients``, ``optimizer_state`` and ``buffers``; ``traffic``, sent by this rank in the
+        training steps so far, has ``reduce_scatter``, ``all_gather``, ``all_reduce`` and
+        ``broadcast``; ``theory["traffic"]`` is for one step with one micro-batch. Padding is in
+        what is held and sent, and not in theory.
+        """
+        return {name: self._numbers[name] for name in _FIELDS}
+
+    def __str__(self) -> str:
+        return self._table
+
+    def __repr__(self) -> str:
+        return self._table
+
+
+def report(target: Any) -> Report:
+    """What this rank holds and has sent, for a ``ZeroOptimizer`` or a ``ZeroModule``.
+
+    Not collective. Raises TypeError for anything else.
+    """
+    engine = getattr(target, "_engine", None)
+    if not isinstance(engine, _C.Engine):
+        raise TypeError(f"expected a ZeroOptimizer or a ZeroModule, got {type(target).__name__}")
+    return Report(engine)

@@ -1,0 +1,146 @@
+"""State dicts of sharded models and optimizers, in torch's names, values and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C, _registry, _wire
+from .inspect import engines_of
+from .optimizer import ZeroOptimizer
+
+
+def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> dict[str, Any]:
+    """The model's state dict with whole values: on rank 0, elsewhere ``{}``; or on every rank.
+
+    The values are the model's own memory, as in torch. Not collective at stages 0-2. ``full=False``
+    (this rank's shards) is not built yet.
+    """
+    _require_full(full)
+    engines = engines_of(model)
+    for engine in engines:
+        engine.wait_parameters()
+    if rank0_only and any(engine.rank != 0 for engine in engines):
+        return {}
+    return model.state_dict()
+
+
+def optimizer_state_dict(
+    optimizer: ZeroOptimizer, full: bool = True, rank0_only: bool = True
+) -> dict[str, Any]:
+    """``optimizer.state_dict()``: on rank 0, elsewhere ``{}``; or on every rank.
+
+    torch's format with whole tensors. Collective at stages 1 and 2; other ranks hold one whole
+    tensor at a time with ``rank0_only``. ``full=False`` is not built yet.
+    """
+    _require_full(full)
+    _require_optimizer(optimizer)
+    return optimizer._state_dict(keep=not rank0_only or optimizer._live.rank == 0)
+
+
+def load_state_dict(
+    target: nn.Module | ZeroOptimizer,
+    state_dict: dict[str, Any] | None,
+    *,
+    strict: bool = True,
+    rank0_only: bool = True,
+) -> None:
+    """Loads what ``state_dict`` or ``optimizer_state_dict`` gave, or a plain torch state dict.
+
+    With ``rank0_only``, rank 0's ``state_dict`` goes to all ranks and what the others pass is not
+    looked at: collective. Otherwise every rank passes the same one, and nothing is communicated.
+    ``strict`` is of ``nn.Module.load_state_dict``. When rank 0 can't load it, every rank raises.
+    """
+    if isinstance(target, ZeroOptimizer):
+        engine = target._live
+        if rank0_only and engine.world_size > 1:
+            state_dict = _share_state(engine, state_dict)
+        target.load_state_dict(_given(state_dict))
+        return
+    if not isinstance(target, nn.Module):
+        raise TypeError(f"expected a module or a ZeroOptimizer, got {type(target).__name__}")
+    engines = engines_of(target)
+    if not (rank0_only and engines and engines[0].world_size > 1):
+        target.load_state_dict(_given(state_dict), strict=strict)
+        return
+    engine = engines[0]
+    _on_rank_0(engine, lambda: target.load_state_dict(_given(state_dict), strict=strict))
+    unmanaged = [p for p in target.parameters() if _registry.find(p) is None]
+    for other in engines:
+        other.broadcast_parameters(list(range(other.parameter_count())), 0)
+    engine.broadcast([p.detach() for p in unmanaged] + list(target.buffers()), 0)
+
+
+def _share_state(engine: _C.Engine, state_dict: dict[str, Any] | None) -> dict[str, Any]:
+    """Rank 0's optimizer state dict on every rank: structure first, then tensor by tensor."""
+    tensors: list[torch.Tensor] = []
+
+    def describe() -> dict[str, Any]:
+        given = _given(state_dict)
+        states = {}
+        for key, state in given["state"].items():
+            states[key] = {name: _describe(value, tensors) for name, value in state.items()}
+        return {**given, "state": states}
+
+    shared: dict[str, Any] = _on_rank_0(engine, describe)
+    if engine.rank != 0:
+        for state in shared["state"].values():
+            tensors += [torch.empty(v.shape, dtype=v.dtype) for v in state.values() if _is_slot(v)]
+    engine.broadcast(tensors, 0)
+    whole = iter(tensors)
+    for state in shared["state"].values():
+        state.update({name: next(whole) for name, value in state.items() if _is_slot(value)})
+    return shared
+
+
+class _Slot:
+    """Where a tensor of rank 0 goes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    tensors.append(value.detach().cpu().contiguous())
+    return _Slot(value)
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, _Slot)
+
+
+def _on_rank_0(engine: _C.Engine, action: Callable[[], Any]) -> Any:
+    """What ``action`` gives on rank 0, on every rank; or its error, on every rank. Collective."""
+    result, error = None, None
+    if engine.rank == 0:
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    told = _wire.exchange(engine, None if error is None else f"{type(error).__name__}: {error}")[0]
+    if error is not None:
+        raise error
+    if told is not None:
+        raise RuntimeError(f"rank 0 failed: {told}")
+    return _wire.exchange(engine, result)[0]
+
+
+def _given(state_dict: dict[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"expected state_dict to be a dict, got {type(state_dict).__name__}")
+    return state_dict
+
+
+def _require_full(full: bool) -> None:
+    if not full:
+        raise NotImplementedError("full=False is not built yet; leave it at True")
+
+
+def _require_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, ZeroOptimizer):
+        raise TypeError(f"expected a ZeroOptimizer, got {type(optimizer).__name__}")

@@ -1,0 +1,80 @@
+#pragma once
+
+// Ranks as threads of one process: each has its own process group, and all meet
+// at one HashStore. Catch's assertions are not made for threads, so a body
+// reports by throwing: TORCH_CHECK, or REQUIRE after run_ranks() returned.
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <zero/comm/init.h>
+
+namespace zero::test {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using RankBody = std::function<void(int64_t rank, const Group& group)>;
+
+inline std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  } catch (const std::exception& other) {
+    return other.what();
+  } catch (...) {
+    return "an unknown exception";
+  }
+}
+
+// What `body` throws, as text; empty if it does not.
+template <typename Body>
+std::string error_of(Body&& body) {
+  try {
+    body();
+  } catch (...) {
+    return message_of(std::current_exception());
+  }
+  return {};
+}
+
+// Runs `body` on `size` ranks and joins them. Throws the exception that came
+// first (the others' are often its consequences), with its rank.
+inline void run_ranks(int64_t size, const RankBody& body, double timeout_seconds = 60.0) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::mutex mutex;
+  std::string first_error;
+  const auto run = [&](int64_t rank) {
+    try {
+      const auto group = zero::make_gloo_group(store, rank, size, timeout_seconds);
+      body(rank, group);
+    } catch (...) {
+      const auto text = message_of(std::current_exception());
+      const std::lock_guard lock(mutex);
+      if (first_error.empty()) {
+        first_error = "rank " + std::to_string(rank) + " of " + std::to_string(size) + ": " + text;
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    threads.emplace_back(run, rank);
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  if (!first_error.empty()) {
+    throw std::runtime_error(first_error);
+  }
+}
+
+} // namespace zero::test

@@ -1,0 +1,92 @@
+"""Runs a function on several ranks, each a process, and judges what they return.
+
+Plain multiprocessing over Gloo on loopback, one thread a rank, a time limit on
+all: `run(function, world, *arguments)` gives the ranks' return values in order,
+or fails with the first rank's traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+LIMIT_S = 90.0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _work(
+    function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    import zero_torch as zero
+
+    try:
+        zero.init()
+        results.put((rank, "value", function(rank, world, *arguments)))
+    except BaseException:
+        results.put((rank, "error", traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # a peer that failed must not hold this rank at exit
+
+
+def run(
+    function: Callable[..., Any], world: int, *arguments: Any, limit_s: float = LIMIT_S
+) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = _free_port()
+    processes = [
+        context.Process(
+            target=_work, args=(function, rank, world, port, results, arguments), daemon=True
+        )
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    outcome: dict[int, tuple[str, Any]] = {}
+    deadline = time.monotonic() + limit_s
+    try:
+        while len(outcome) < world and time.monotonic() < deadline:
+            alive = any(process.is_alive() for process in processes)
+            with contextlib.suppress(queue.Empty):
+                rank, kind, value = results.get(timeout=0.5)
+                outcome[rank] = (kind, value)
+                continue
+            if not alive:
+                break
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    errors = [f"rank {r}: {value}" for r, (kind, value) in outcome.items() if kind == "error"]
+    if errors:
+        pytest.fail("\n".join(errors), pytrace=False)
+    missing = sorted(set(range(world)) - set(outcome))
+    if missing:
+        pytest.fail(f"ranks {missing} gave nothing within {limit_s} s", pytrace=False)
+    return [outcome[rank][1] for rank in range(world)]
