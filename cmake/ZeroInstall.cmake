@@ -25,7 +25,7 @@ write_basic_package_version_file(ZeroConfigVersion.cmake COMPATIBILITY SameMinor
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/ZeroConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/ZeroConfigVersion.cmake
               cmake/ZeroTorch.cmake DESTINATION ${ZERO_CMAKE_DIR})
 
-if(ZERO_BUILD_PYTHON AND ZERO_BINDING_SOURCES)
+if(ZERO_BUILD_PYTHON)
   if(ZERO_TORCH_CUDA)
     set(ZERO_BUILD_INFO_CUDA "\"${ZERO_TORCH_CUDA}\"")
   else()

@@ -19,13 +19,6 @@ function(zero_target_defaults target)
   endif()
 endfunction()
 
-# at::parallel_for runs on OpenMP in the caller. torch's wheel brings a
-# libgomp.so.1 of its own; linked by that name, ours is the same copy.
-function(zero_link_openmp target)
-  target_compile_options(${target} PRIVATE -fopenmp)
-  target_link_libraries(${target} PRIVATE gomp)
-endfunction()
-
 # Installed libraries find each other and torch relative to themselves. Unless
 # the package has to be relocatable, torch's own place is the last resort.
 function(zero_set_rpath target)
@@ -48,21 +41,17 @@ function(zero_add_kernels target)
   # multiply-adds. The other two flags let loops vectorize, and keep values.
   set(flags -O3 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math)
   target_compile_options(${target} PRIVATE ${flags})
-  if(NOT EXISTS ${PROJECT_SOURCE_DIR}/csrc/kernels/kernels_impl.cpp)
-    return()
-  endif()
 
   set(sets generic)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
     list(APPEND sets avx2 avx512)
-    target_compile_definitions(${target} PRIVATE ZERO_KERNELS_X86)
   endif()
   set(flags_generic "")
   set(flags_avx2 -mavx2 -mfma)
   set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma)
   foreach(set IN LISTS sets)
     set(variant ${target}_${set})
-    add_library(${variant} OBJECT csrc/kernels/kernels_impl.cpp)
+    add_library(${variant} OBJECT ${ZERO_KERNEL_VARIANT_SOURCE})
     zero_target_defaults(${variant})
     target_include_directories(${variant} PRIVATE ${PROJECT_SOURCE_DIR})
     target_link_libraries(${variant} PRIVATE zero::torch)

@@ -1,9 +1,58 @@
-file(GLOB ZERO_SOURCES CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} zero/*.cpp zero/*/*.cpp)
-file(GLOB ZERO_KERNEL_SOURCES CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} csrc/kernels/*.cpp)
-list(REMOVE_ITEM ZERO_KERNEL_SOURCES csrc/kernels/kernels_impl.cpp)
-file(GLOB ZERO_BINDING_SOURCES CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} csrc/bindings/*.cpp)
-file(GLOB ZERO_TEST_SOURCES CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} tests/cpp/*.cpp)
-if(NOT ZERO_KERNEL_SOURCES)
-  file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/none.cpp "")
-  set(ZERO_KERNEL_SOURCES ${CMAKE_CURRENT_BINARY_DIR}/none.cpp)
-endif()
+# Every source, by target. A test compares these lists with the folders.
+
+set(ZERO_SOURCES
+    zero/autograd/accumulate_hooks.cpp
+    zero/autograd/backward_end.cpp
+    zero/autograd/use_guard.cpp
+    zero/comm/arguments.cpp
+    zero/comm/blocking.cpp
+    zero/comm/collectives.cpp
+    zero/comm/environment.cpp
+    zero/comm/gloo_group.cpp
+    zero/comm/group_communicator.cpp
+    zero/comm/host_list.cpp
+    zero/comm/init.cpp
+    zero/comm/local_communicator.cpp
+    zero/comm/make_communicator.cpp
+    zero/comm/operation_header.cpp
+    zero/comm/peer_exchange.cpp
+    zero/layout/flat_layout.cpp
+    zero/memory/account.cpp
+    zero/memory/flat_buffer.cpp
+    zero/memory/slab_view.cpp
+    zero/optim/engine.cpp
+    zero/optim/engine_inspect.cpp
+    zero/optim/engine_report.cpp
+    zero/optim/gradient_norm.cpp
+    zero/optim/native_step.cpp
+    zero/optim/runs.cpp
+    zero/optim/zero_optimizer.cpp
+    zero/options.cpp
+    zero/sharding/agreement.cpp
+    zero/sharding/gradient_storage.cpp
+    zero/sharding/gradients.cpp
+    zero/sharding/gradients_end.cpp
+    zero/sharding/optimizer_state.cpp
+    zero/sharding/parameter_gather.cpp
+    zero/sharding/parameter_table.cpp)
+
+set(ZERO_KERNEL_SOURCES
+    csrc/kernels/dispatch.cpp
+    csrc/kernels/exact_sum.cpp)
+# Compiled once for each instruction set.
+set(ZERO_KERNEL_VARIANT_SOURCE csrc/kernels/kernels_impl.cpp)
+
+set(ZERO_BINDING_SOURCES
+    csrc/bindings/comm.cpp
+    csrc/bindings/engine.cpp
+    csrc/bindings/module.cpp
+    csrc/bindings/options.cpp)
+
+set(ZERO_TEST_SOURCES
+    tests/cpp/test_comm.cpp
+    tests/cpp/test_engine.cpp
+    tests/cpp/test_kernels.cpp
+    tests/cpp/test_launch_environment.cpp
+    tests/cpp/test_layout.cpp
+    tests/cpp/test_memory.cpp
+    tests/cpp/test_parity.cpp)

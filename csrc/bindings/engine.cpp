@@ -4,6 +4,7 @@
 #include "bindings.h"
 
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <zero/comm/init.h>
@@ -26,13 +27,16 @@ std::vector<NamedParameter> named(Parameters parameters) {
   return result;
 }
 
-std::shared_ptr<Engine>
-create(Parameters parameters, Buffers buffers, const Options& options, const Group& group) {
+std::shared_ptr<Engine> create(
+    Parameters parameters,
+    Buffers buffers,
+    const Options& options,
+    const std::optional<Group>& group) {
   return Engine::create(
       named(std::move(parameters)),
       std::move(buffers),
       options,
-      comm::make_communicator(group, options.timeout));
+      comm::make_communicator(group.value_or(Group()), options.timeout));
 }
 
 py::dict bytes_of(const memory::Usage& usage) {
@@ -53,7 +57,10 @@ py::dict bytes_of(const comm::Traffic& traffic) {
   return result;
 }
 
-py::dict report(const Engine& engine) {
+// Bytes, by name; nested.
+using Numbers = py::typing::Dict<py::str, py::object>;
+
+Numbers report(const Engine& engine) {
   Engine::Report report;
   {
     py::gil_scoped_release release;
@@ -62,7 +69,7 @@ py::dict report(const Engine& engine) {
   py::dict theory;
   theory["held"] = bytes_of(report.theory_held);
   theory["traffic"] = report.theory_traffic;
-  py::dict result;
+  Numbers result;
   result["held"] = bytes_of(report.held);
   result["peak"] = bytes_of(report.peak);
   result["traffic"] = bytes_of(report.traffic);
@@ -91,7 +98,7 @@ void bind_identity(EngineClass& engine) {
           py::arg("parameters"),
           py::arg("buffers"),
           py::arg("options"),
-          py::arg("group").none(true),
+          py::arg("group"),
           NoGil(),
           "[collective] The engine of `parameters` (name, tensor, group index), with rank 0's "
           "values\n"

@@ -27,12 +27,15 @@ class Collected:
     names: list[list[str]]
     buffers: Named = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    first: int = 0  # index of the first group
 
     def named(self) -> list[tuple[str, torch.Tensor, int]]:
         """(name, parameter, group index) of all, in order."""
         return [
             (name, _tensor(item), index)
-            for index, (group, names) in enumerate(zip(self.groups, self.names, strict=True))
+            for index, (group, names) in enumerate(
+                zip(self.groups, self.names, strict=True), self.first
+            )
             for name, item in zip(names, group["params"], strict=True)
         ]
 
@@ -107,7 +110,7 @@ def _collect_iterable(target: Any) -> Collected:
 
 
 def _collect_groups(groups: Iterable[dict[str, Any]], first: int) -> Collected:
-    collected = Collected([], [])
+    collected = Collected([], [], first=first)
     for index, given in enumerate(groups, first):
         if "params" not in given:
             raise ValueError(f"expected group {index} to have 'params', got {sorted(given)}")

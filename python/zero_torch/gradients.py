@@ -101,9 +101,10 @@ class ShardedGradient(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = _HANDLERS.get(func)
-        if handler is not None and not kwargs and (result := handler(func, args)) is not None:
-            return result
-        return _first(args, kwargs)._refuse(str(func))
+        result = NotImplemented if handler is None or kwargs else handler(func, args)
+        if result is NotImplemented:
+            _first(args, kwargs)._refuse(str(func))
+        return result
 
 
 def install(engine: _C.Engine) -> None:
@@ -135,7 +136,7 @@ def _shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.shard() if isinstance(tensor, ShardedGradient) else tensor
 
 
-# Handlers return None to refuse.
+# Handlers return NotImplemented to refuse; the result otherwise (None of operations without one).
 
 
 def _alias(func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
@@ -143,10 +144,10 @@ def _alias(func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
     return ShardedGradient(gradient._engine, gradient._index, gradient._name, gradient)
 
 
-def _in_place(func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor | None:
+def _in_place(func: Callable[..., Any], args: Sequence[Any]) -> Any:
     target, *scalars = args
     if not isinstance(target, ShardedGradient) or not all(map(_is_scalar, scalars)):
-        return None
+        return NotImplemented
     func(target.shard(), *scalars)
     return target
 
@@ -154,12 +155,12 @@ def _in_place(func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor | N
 def _foreach(func: Callable[..., Any], args: Sequence[Any]) -> Any:
     targets, *scalars = args
     if not all(map(_is_scalar, scalars)):
-        return None
+        return NotImplemented
     func([_shard(target) for target in targets], *scalars)
-    return targets
+    return None
 
 
-def _unscale(func: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _unscale(func: Callable[..., Any], args: Sequence[Any]) -> None:
     targets, found_inf, inverse_scale = args
     func([_shard(target) for target in targets], found_inf, inverse_scale)
     engines = {
@@ -169,7 +170,6 @@ def _unscale(func: Callable[..., Any], args: Sequence[Any]) -> Any:
     for engine in engines.values():
         if engine.agree_any(bool(found_inf.item())):
             found_inf.fill_(1.0)
-    return ()
 
 
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], Sequence[Any]], Any]] = {

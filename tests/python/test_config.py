@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-import zero_torch as zero
 from torch import nn
+
+import zero_torch as zero
 from zero_torch import _C
 from zero_torch.config import to_options
 
@@ -176,7 +177,7 @@ def test_a_parameter_given_twice_is_refused():
     parameter = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="twice"):
         zero.ZeroOptimizer([parameter, parameter], stage=1)
-    with pytest.raises(ValueError, match="'group 1 parameter 0'.*'group 0 parameter 0'"):
+    with pytest.raises(ValueError, match=r"'group 1 parameter 0'.*'group 0 parameter 0'"):
         zero.ZeroOptimizer([{"params": [parameter]}, {"params": parameter}], stage=1)
     other = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="'a' for two"):

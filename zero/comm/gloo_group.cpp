@@ -23,6 +23,7 @@
 #include <zero/comm/blocking.h>
 #include <zero/comm/init.h>
 #include <zero/comm/milliseconds.h>
+#include <zero/comm/sigpipe.h>
 
 namespace zero {
 namespace comm {
@@ -100,6 +101,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     int64_t size,
     double timeout_seconds) {
   await_all_ranks(*store, rank, size, timeout_seconds);
+  const SigpipeBlock inherited_by_gloo;
   auto options = Gloo::Options::create(to_milliseconds(timeout_seconds));
   options->devices = make_devices();
   options->threads = 1; // they run c10d's collectives; send and recv need none

@@ -17,6 +17,7 @@
 #include <c10/util/thread_name.h>
 
 #include <zero/comm/blocking.h>
+#include <zero/comm/sigpipe.h>
 
 namespace zero::comm {
 namespace {
@@ -118,6 +119,7 @@ std::shared_ptr<GroupCommunicator::Operation> GroupCommunicator::submit(
 
 void GroupCommunicator::work() {
   c10::setThreadName("zero_comm");
+  const SigpipeBlock no_sigpipe;
   c10::AutoGradMode no_grad(false);
 #ifdef _OPENMP
   omp_set_num_threads(1); // the model computes meanwhile; a reduction waits for memory anyway

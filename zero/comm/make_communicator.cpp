@@ -12,6 +12,7 @@
 #include <zero/comm/group_communicator.h>
 #include <zero/comm/local_communicator.h>
 #include <zero/comm/milliseconds.h>
+#include <zero/comm/sigpipe.h>
 
 namespace zero::comm {
 
@@ -31,6 +32,7 @@ std::shared_ptr<Communicator> make_communicator(
       " of ", size, "); make it with zero::init(), zero::make_gloo_group() or "
       "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
   const BlockingScope scope;
+  const SigpipeBlock no_sigpipe;
   auto own_store =
       c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
   auto backend = make_gloo_backend(own_store, rank, size, timeout_seconds);

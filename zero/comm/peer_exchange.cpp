@@ -20,6 +20,7 @@ namespace zero::comm {
 struct PeerExchange::Transfer {
   c10::intrusive_ptr<c10d::Work> work;
   int64_t peer = 0;
+  char* data = nullptr;
   bool finished = false;
   std::string refused; // why it could not even be posted
 };
@@ -31,12 +32,22 @@ using Clock = std::chrono::steady_clock;
 constexpr int32_t kHeaderChannel = 1;
 constexpr int32_t kPayloadChannel = 2;
 constexpr int64_t kHeaderBytes = sizeof(OperationHeader);
+// Receives of headers posted ahead, from each peer: one for the next operation,
+// which saves its sender a round trip, and one for the peer's last words.
+constexpr int64_t kHeadersAhead = 2;
 constexpr std::chrono::milliseconds kFarewellTime{500};
+constexpr std::chrono::milliseconds kLastWordsTime{100};
 constexpr std::string_view kPrefix = "[zero.comm] ";
 
 // What peers are told goes into their errors, which have a prefix of their own.
 std::string_view without_prefix(std::string_view text) {
   return text.substr(0, kPrefix.size()) == kPrefix ? text.substr(kPrefix.size()) : text;
+}
+
+OperationHeader header_at(const char* data) {
+  OperationHeader header;
+  std::memcpy(static_cast<void*>(&header), data, sizeof(header));
+  return header;
 }
 
 std::string first_line(std::string_view text) {
@@ -51,12 +62,14 @@ PeerExchange::PeerExchange(c10::intrusive_ptr<c10d::Backend> backend, double tim
       size_(backend_->getSize()),
       timeout_seconds_(timeout_seconds),
       description_("the set-up"),
-      headers_(at::empty({size_, kHeaderBytes}, at::kByte)),
+      headers_(at::empty({size_ * kHeadersAhead, kHeaderBytes}, at::kByte)),
       header_receives_(size_) {
-  // A receive that is posted ahead saves its sender a round trip, and lets a peer
-  // that fails say so at any time.
+  auto* row = static_cast<char*>(headers_.mutable_data_ptr());
   for (int64_t i = 1; i < size_; ++i) {
-    post_header_receive(before(i));
+    for (int64_t ahead = 0; ahead < kHeadersAhead; ++ahead) {
+      row += kHeaderBytes; // the first rows are left for what this rank sends
+      post_header_receive(before(i), row);
+    }
   }
 }
 
@@ -66,6 +79,7 @@ PeerExchange::TransferPtr
 PeerExchange::post(Span span, int64_t peer, int32_t channel, bool is_send) {
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
+  transfer->data = span.data;
   if (span.size == 0) {
     transfer->finished = true;
     return transfer;
@@ -93,10 +107,9 @@ PeerExchange::TransferPtr PeerExchange::receive(Span span, int64_t peer) {
   return post(std::move(span), peer, kPayloadChannel, false);
 }
 
-void PeerExchange::post_header_receive(int64_t peer) {
-  auto* row = headers_.mutable_data_ptr<uint8_t>() + peer * kHeaderBytes;
-  header_receives_[peer] =
-      post({headers_, reinterpret_cast<char*>(row), kHeaderBytes}, peer, kHeaderChannel, false);
+void PeerExchange::post_header_receive(int64_t peer, char* row) {
+  header_receives_[peer].push_back(
+      post({headers_, row, kHeaderBytes}, peer, kHeaderChannel, false));
 }
 
 void PeerExchange::wait(const TransferPtr& transfer) {
@@ -145,17 +158,16 @@ void PeerExchange::wait(const std::vector<TransferPtr>& transfers) {
 }
 
 OperationHeader PeerExchange::receive_header(int64_t peer) {
-  wait(header_receives_[peer]);
-  OperationHeader header;
-  std::memcpy(
-      static_cast<void*>(&header),
-      headers_.const_data_ptr<uint8_t>() + peer * kHeaderBytes,
-      sizeof(header));
+  auto& receives = header_receives_[peer];
+  const auto transfer = receives.front();
+  wait(transfer);
+  const auto header = header_at(transfer->data);
   TORCH_CHECK_WITH(
       DistBackendError,
       header.kind != OperationHeader::kGaveUp,
       kPrefix, "rank ", peer, " gave up: ", why_gave_up(header), " (", where(), ")");
-  post_header_receive(peer);
+  receives.pop_front();
+  post_header_receive(peer, transfer->data);
   return header;
 }
 
@@ -163,12 +175,11 @@ std::vector<OperationHeader> PeerExchange::open(OperationHeader own, std::string
   description_ = std::move(description);
   opening_ = true;
   own.sequence = sequence_++;
-  auto* row = headers_.mutable_data_ptr<uint8_t>() + rank_ * kHeaderBytes;
+  auto* row = static_cast<char*>(headers_.mutable_data_ptr());
   std::memcpy(row, &own, sizeof(own));
   header_sends_.clear();
   for (int64_t i = 1; i < size_; ++i) {
-    header_sends_.push_back(
-        post({headers_, reinterpret_cast<char*>(row), kHeaderBytes}, after(i), kHeaderChannel, true));
+    header_sends_.push_back(post({headers_, row, kHeaderBytes}, after(i), kHeaderChannel, true));
   }
   std::vector<OperationHeader> headers(size_, own);
   try {
@@ -212,6 +223,23 @@ void PeerExchange::fail_interrupted() const {
       "; an optimizer or a module was destroyed before its operations were done");
 }
 
+// A peer that fails says why on the header channel before it disconnects.
+std::string PeerExchange::last_words(int64_t peer) {
+  for (const auto& transfer : header_receives_[peer]) {
+    try {
+      if (transfer->work && transfer->work->wait(kLastWordsTime)) {
+        const auto header = header_at(transfer->data);
+        if (header.kind == OperationHeader::kGaveUp) {
+          return why_gave_up(header);
+        }
+      }
+    } catch (const std::exception&) {
+      break; // it left without
+    }
+  }
+  return {};
+}
+
 void PeerExchange::fail(const Transfer& transfer, const std::string& cause, bool timed_out) {
   const auto peer = transfer.peer;
   if (timed_out) {
@@ -223,24 +251,9 @@ void PeerExchange::fail(const Transfer& transfer, const std::string& cause, bool
         " was waiting); see whether rank ", peer,
         " failed, is stuck or takes another path, or raise the timeout");
   }
-  // A peer that failed says why on the header channel before it disconnects.
-  auto last_words = std::exchange(header_receives_[peer], nullptr);
-  if (last_words && last_words->work && last_words.get() != &transfer) {
-    bool arrived = false;
-    try {
-      arrived = last_words->work->wait(std::chrono::milliseconds(100));
-    } catch (const std::exception&) {
-      arrived = false;
-    }
-    OperationHeader header;
-    std::memcpy(
-        static_cast<void*>(&header),
-        headers_.const_data_ptr<uint8_t>() + peer * kHeaderBytes,
-        sizeof(header));
+  if (const auto why = last_words(peer); !why.empty()) {
     TORCH_CHECK_WITH(
-        DistBackendError,
-        !arrived || header.kind != OperationHeader::kGaveUp,
-        kPrefix, "rank ", peer, " gave up: ", why_gave_up(header), " (", where(), ")");
+        DistBackendError, false, kPrefix, "rank ", peer, " gave up: ", why, " (", where(), ")");
   }
   TORCH_CHECK_WITH(
       DistBackendError,
@@ -278,7 +291,7 @@ void PeerExchange::give_up(std::string_view why) noexcept {
   } catch (const std::exception&) {
     // The peers see the closed connection all the same.
   }
-  header_receives_.assign(size_, nullptr);
+  header_receives_.clear();
   header_sends_.clear();
   backend_.reset();
 }

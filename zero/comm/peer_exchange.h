@@ -7,6 +7,7 @@
 // called from another.
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -77,9 +78,10 @@ class PeerExchange {
 
  private:
   TransferPtr post(Span span, int64_t peer, int32_t channel, bool is_send);
-  void post_header_receive(int64_t peer);
+  void post_header_receive(int64_t peer, char* row);
   OperationHeader receive_header(int64_t peer);
   void compare(const std::vector<OperationHeader>& headers) const;
+  std::string last_words(int64_t peer);
   void say_farewell(std::string_view why);
   [[noreturn]] void fail(const Transfer& transfer, const std::string& cause, bool timed_out);
   [[noreturn]] void fail_interrupted() const;
@@ -93,8 +95,8 @@ class PeerExchange {
   std::string description_; // of the open operation
   bool opening_ = false; // headers are on their way, no payload yet
   int64_t sequence_ = 0;
-  at::Tensor headers_; // row r: received from rank r; row rank_: sent
-  std::vector<TransferPtr> header_receives_; // by peer; always posted ahead
+  at::Tensor headers_; // a header a row; the first is sent, the others are received
+  std::vector<std::deque<TransferPtr>> header_receives_; // by peer
   std::vector<TransferPtr> header_sends_;
 
   std::mutex mutex_; // guards the two below

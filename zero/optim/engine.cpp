@@ -321,6 +321,12 @@ double Engine::clip_grad_norm(double max_norm, double norm_type) {
   return norm;
 }
 
+void Engine::wait_parameters() {
+  if (impl_->gather) {
+    impl_->gather->wait_all();
+  }
+}
+
 void Engine::synchronize() {
   impl_->settle();
 }

@@ -79,6 +79,8 @@ class ZERO_API Engine {
   // clipping, scales gradients by min(1, max_norm / (norm + 1e-6)).
   double clip_grad_norm(double max_norm, double norm_type);
 
+  // Waits for the parameters that a step sent on their way; starts nothing.
+  void wait_parameters();
   // [collective] Reduces what backward left unreduced (no_sync) and waits for
   // every transfer in flight.
   void synchronize();
