@@ -21,18 +21,18 @@ TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/kernels
 # clang-tidy brings clang's headers, but no omp.h: the compiler's, after all others.
 TIDY_FLAGS = --quiet --extra-arg=-idirafter$(dir $(shell g++ -print-file-name=include/omp.h))
 
-.PHONY: build dependencies catch2 train train-cpp test quick bench lint format clean
+.PHONY: build dependencies catch2 train train-cpp test quick bench lint stubs format clean
 
 build: dependencies catch2
 	$(PYTHON) setup.py -q build_ext --inplace
-	if ! [ $(VENV)/.editable -nt setup.py -a $(VENV)/.editable -nt pyproject.toml ]; then \
+	@if ! [ $(VENV)/.editable -nt setup.py -a $(VENV)/.editable -nt pyproject.toml ]; then \
 	  $(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . && touch $(VENV)/.editable; \
 	fi
 
 # pip runs when the requirements changed, or when TORCH is given and is another
 # one than last time; a torch that is there already is kept otherwise.
 dependencies: $(PYTHON)
-	if ! [ $(DEPENDENCIES) -nt requirements-dev.txt ] || \
+	@if ! [ $(DEPENDENCIES) -nt requirements-dev.txt ] || \
 	   [[ "$(origin TORCH)" != file && "$$(cat $(DEPENDENCIES))" != "$(TORCH)" ]]; then \
 	  $(PYTHON) -m pip install -q --upgrade pip && \
 	  $(PYTHON) -m pip install -q "$(TORCH)" && \
@@ -44,7 +44,7 @@ $(PYTHON):
 	python3 -m venv $(VENV)
 
 catch2:
-	if ! compgen -G '/usr/*include/catch2/catch*.hpp' > /dev/null && \
+	@if ! compgen -G '/usr/*include/catch2/catch*.hpp' > /dev/null && \
 	   ! compgen -G '/usr/local/include/catch2/catch*.hpp' > /dev/null; then \
 	  [ "$$(id -u)" = 0 ] || { echo "Catch2 is missing: sudo apt-get install catch2" >&2; exit 1; }; \
 	  apt-get install -y -q catch2 || { apt-get update -q && apt-get install -y -q catch2; }; \
@@ -74,7 +74,10 @@ lint: build
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	printf '%s\n' $(TIDY) | xargs -P $$(nproc) -n 1 $(BIN)/clang-tidy -p $(BUILD) $(TIDY_FLAGS)
+	@printf '%s\n' $(TIDY) | xargs -P $$(nproc) -n 1 $(BIN)/clang-tidy -p $(BUILD) $(TIDY_FLAGS)
+
+stubs: build
+	$(BIN)/pybind11-stubgen zero_torch._C -o python
 
 format: dependencies
 	$(BIN)/clang-format -i $(CPP)

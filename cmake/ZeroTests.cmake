@@ -21,7 +21,7 @@ foreach(source IN LISTS ZERO_TEST_SOURCES)
   # A filter or a build that leaves no test to run is a failure, not a success.
   set_tests_properties(
     ${name}
-    PROPERTIES TIMEOUT 120
+    PROPERTIES TIMEOUT 300
                ENVIRONMENT "OMP_NUM_THREADS=2"
                FAIL_REGULAR_EXPRESSION "No tests ran")
 endforeach()

@@ -282,7 +282,7 @@ void finish(const Run& run, const Metrics& metrics, int64_t parameters) {
     return;
   }
   std::cout << "\n"
-            << zero::report(run.optimizer) << "\n\nsample   (" << flags.sample_bytes << " bytes)\n"
+            << zero::report(run.optimizer) << "\nsample   (" << flags.sample_bytes << " bytes)\n"
             << printable(sample) << "\n\n";
   std::printf(
       "speed    %.0f tokens/s; %.1f s of training\n", metrics.tokens_per_second, metrics.seconds);

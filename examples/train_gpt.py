@@ -236,7 +236,7 @@ def main() -> None:
     sample = generate(model, PROMPT, args.sample_bytes, args.seed)
     if rank == 0:
         print(f"\n{zero.report(opt)}")
-        print(f"\nsample   ({args.sample_bytes} bytes)\n{printable(sample)}\n")
+        print(f"sample   ({args.sample_bytes} bytes)\n{printable(sample)}\n")
         rate, seconds = metrics["tokens_per_second"], metrics["seconds"]
         print(f"speed    {rate:.0f} tokens/s; {seconds:.1f} s of training")
         write_results(args, metrics)

@@ -9,36 +9,35 @@
 #include "csrc/kernels/kernels_impl.h"
 
 namespace zero::kernels {
-namespace {
 
-struct Kernels {
-  decltype(&generic::reduce_ranks) reduce_ranks;
-  decltype(&generic::adam) adam;
-  decltype(&generic::sgd) sgd;
-  decltype(&generic::scale) scale;
-  decltype(&generic::accumulate_norm) accumulate_norm;
-};
+#define ZERO_KERNELS_OF(isa)                                                            \
+  InstructionSet {                                                                      \
+    #isa, &isa::reduce_ranks, &isa::adam, &isa::sgd, &isa::scale, &isa::accumulate_norm \
+  }
 
-#define ZERO_KERNELS_OF(isa) \
-  Kernels{&isa::reduce_ranks, &isa::adam, &isa::sgd, &isa::scale, &isa::accumulate_norm}
-
-const Kernels& chosen() {
-  static const Kernels kernels = [] {
+std::vector<InstructionSet> instruction_sets() {
+  std::vector<InstructionSet> sets{ZERO_KERNELS_OF(generic)};
 #if defined(__x86_64__)
+  // A processor with avx2 and fma has f16c.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    sets.push_back(ZERO_KERNELS_OF(avx2));
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-      return ZERO_KERNELS_OF(avx512);
+      sets.push_back(ZERO_KERNELS_OF(avx512));
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      return ZERO_KERNELS_OF(avx2);
-    }
+  }
 #endif
-    return ZERO_KERNELS_OF(generic);
-  }();
-  return kernels;
+  return sets;
 }
 
 #undef ZERO_KERNELS_OF
+
+namespace {
+
+const InstructionSet& chosen() {
+  static const InstructionSet widest = instruction_sets().back();
+  return widest;
+}
 
 constexpr int64_t kBlock = 64; // elements: whole 64-byte blocks of every type
 constexpr int64_t kGrain = 32768; // elements worth a thread
@@ -99,9 +98,7 @@ void sgd(
 }
 
 void scale(Type type, void* x, double factor, int64_t count) {
-  split(count, [&](int64_t begin, int64_t end) {
-    chosen().scale(type, x, factor, begin, end);
-  });
+  split(count, [&](int64_t begin, int64_t end) { chosen().scale(type, x, factor, begin, end); });
 }
 
 void accumulate_norm(Type type, const void* x, int64_t count, double p, ExactSum& sum) {

@@ -2,7 +2,8 @@
 
 // How elements of each Type are loaded and stored: free of branches, so that
 // loops over them vectorize. Included only where kernels are compiled; everything
-// lives in the namespace of the instruction set.
+// lives in the namespace of the instruction set. fp16 takes many steps an element:
+// most loops take it by chunks instead (half_chunks.h).
 
 #include <bit>
 #include <cstdint>
@@ -72,27 +73,39 @@ struct Float16 {
     const float scaled = std::bit_cast<float>(magnitude) * 0x1p24F + 0x1p23F;
     const uint32_t subnormal = std::bit_cast<uint32_t>(scaled) & 0x7FFU;
     const uint32_t finite = magnitude < (113U << 23) ? subnormal : normal;
-    const uint32_t large = magnitude > 0x7F800000U ? 0x7E00U : 0x7C00U;
+    const uint32_t nan = 0x7E00U | ((magnitude >> 13) & 0x1FFU); // as processors do
+    const uint32_t large = magnitude > 0x7F800000U ? nan : 0x7C00U;
     return static_cast<uint16_t>(sign | (magnitude >= (143U << 23) ? large : finite));
   }
 };
+
+// The element at `index` of a buffer.
+template <typename E>
+typename E::Storage* at(void* data, int64_t index) {
+  return static_cast<typename E::Storage*>(data) + index;
+}
+
+template <typename E>
+const typename E::Storage* at(const void* data, int64_t index) {
+  return static_cast<const typename E::Storage*>(data) + index;
+}
 
 // Calls function(element type) for a Type.
 template <typename Function>
 void with_elements(Type type, Function&& function) {
   switch (type) {
-    case Type::f32:
-      function(Float32{});
-      break;
-    case Type::f64:
-      function(Float64{});
-      break;
-    case Type::bf16:
-      function(BFloat16{});
-      break;
-    case Type::f16:
-      function(Float16{});
-      break;
+  case Type::f32:
+    function(Float32{});
+    break;
+  case Type::f64:
+    function(Float64{});
+    break;
+  case Type::bf16:
+    function(BFloat16{});
+    break;
+  case Type::f16:
+    function(Float16{});
+    break;
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 constexpr uint64_t kInfinite = 1;
 constexpr uint64_t kNan = 2;
 constexpr int64_t kLowest = -320; // weight of the lowest bit, as a power of two
-constexpr double kTooLarge = 0x1p319;
+constexpr int64_t kTooLarge = 1023 + 319; // biased exponent
 constexpr uint64_t kCarryEvery = uint64_t{1} << 30;
 constexpr uint64_t kDigitMask = 0xFFFFFFFFU;
 
@@ -29,7 +29,7 @@ void ExactSum::add(double value) {
     }
     mantissa >>= -position;
     position = 0;
-  } else if (!(value < kTooLarge)) {
+  } else if (exponent >= kTooLarge) {
     flags_ |= std::isnan(value) ? kNan : kInfinite;
     return;
   }

@@ -28,7 +28,7 @@ class ShardedGradient(torch.Tensor):
     _index: int
     _name: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -48,7 +48,7 @@ class ShardedGradient(torch.Tensor):
         """This rank's part: one-dimensional, a view; empty when it has no part."""
         return self._live_engine("reading its shard").shard_gradient(self._index)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         engine = self._engine()
         where = "no engine" if engine is None else f"rank {engine.rank} of {engine.world_size}"
         return (
@@ -93,7 +93,7 @@ class ShardedGradient(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],

@@ -148,7 +148,7 @@ class ZeroModule(nn.Module):
             delattr(self.module, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})
+        return sorted({*object.__dir__(self), *dir(self.module)})
 
     def __bool__(self) -> bool:
         return True

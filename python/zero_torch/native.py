@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ def defaults(name: str, given: dict[str, Any], settings: Iterable[str]) -> dict[
     Raises TypeError for an unknown hyper-parameter (``settings`` are the other keywords that are
     allowed) and NotImplementedError for one of torch's that the native rule doesn't have.
     """
-    result = dict(_TORCH[name]([torch.zeros(1)]).defaults)
+    result = _torch_defaults(name)
     for key, value in given.items():
         if key in HYPERPARAMETERS[name]:
             result[key] = value
@@ -48,6 +49,15 @@ def defaults(name: str, given: dict[str, Any], settings: Iterable[str]) -> dict[
                 f"{key}={value!r} is not supported by the native '{name}' rule; leave it at "
                 f"{result[key]!r}, or pass the class torch.optim.{_TORCH[name].__name__}"
             )
+    return result
+
+
+def _torch_defaults(name: str) -> dict[str, Any]:
+    """The ``defaults`` of torch's optimizer, without making one (which imports torch._dynamo)."""
+    arguments = inspect.signature(_TORCH[name]).parameters.values()
+    result = {a.name: a.default for a in arguments if a.default is not a.empty}
+    if name != "sgd":
+        result["decoupled_weight_decay"] = name == "adamw"
     return result
 
 

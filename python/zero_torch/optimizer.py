@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, overload
@@ -19,6 +20,9 @@ from .foreign import ForeignRule
 from .module import ZeroModule, no_sync
 
 Rule = native.NativeRule | ForeignRule
+
+# torch's, without the wrapper that imports torch._dynamo (70 MB and a second or two).
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -151,7 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The parameters may be new to the model. Raises as the constructor does.
         """
         if self._engine is None:  # the base class hands us the first groups
-            super().add_param_group(param_group)
+            _add_param_group(self, param_group)
             return
         names = {} if self._watch is None else self._watch.names()
         collected = collect_group(param_group, len(self.param_groups), names)
@@ -159,7 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _registry.refuse_managed((name, parameter) for name, parameter, _ in named)
         if self._name is not None:
             native.check_group(self._name, {**self.defaults, **collected.groups[0]})
-        super().add_param_group(collected.groups[0])
+        _add_param_group(self, collected.groups[0])
         try:
             self._engine.add_parameters(named)
         except BaseException:

@@ -72,7 +72,10 @@ at::Tensor reference(
   return out.to(type);
 }
 
-at::Tensor reduced(const std::vector<at::Tensor>& inputs, double divisor, const at::Tensor& addend) {
+at::Tensor reduced(
+    const std::vector<at::Tensor>& inputs,
+    double divisor,
+    const at::Tensor& addend) {
   return inputs[0].scalar_type() == at::kDouble
       ? reference<double>(inputs, divisor, addend, at::kDouble)
       : reference<float>(inputs, divisor, addend, at::kFloat);
@@ -108,21 +111,21 @@ void check_collectives(Communicator& comm, const Case& c) {
   const auto expected = reduced(slices, divisor, addend);
 
   auto input = whole[rank].clone();
-  auto output = c.in_place ? input.narrow(0, rank * c.shard, c.shard) : at::empty({c.shard}, c.type);
+  const auto slice = [&](const at::Tensor& x) { return x.narrow(0, rank * c.shard, c.shard); };
+  auto output = c.in_place ? slice(input) : at::empty({c.shard}, c.type);
   auto sum = c.with_addend && !c.in_place ? output.copy_(addend) : addend; // alias of the output
   comm.reduce_scatter(output, input, {divisor, sum}, {.what = "a"})->wait();
   TORCH_CHECK(same_bits(output, expected), "reduce_scatter, ", text_of(c));
 
   auto all = at::empty({elements}, c.type);
-  auto own = c.in_place ? all.narrow(0, rank * c.shard, c.shard) : at::empty({c.shard}, c.type);
+  auto own = c.in_place ? slice(all) : at::empty({c.shard}, c.type);
   own.copy_(expected);
   comm.all_gather(all, own, {.what = "b"})->wait();
 
   auto tensor = whole[rank].clone();
   comm.all_reduce(tensor, {divisor, addend}, {.what = "c"})->wait();
   TORCH_CHECK(same_bits(tensor, all), "all_reduce or all_gather, ", text_of(c));
-  TORCH_CHECK(
-      same_bits(tensor.narrow(0, rank * c.shard, c.shard), expected), "all_reduce, ", text_of(c));
+  TORCH_CHECK(same_bits(slice(tensor), expected), "all_reduce, ", text_of(c));
 
   for (int64_t root = 0; root < c.size; ++root) {
     auto copy = whole[rank].clone();
@@ -446,7 +449,8 @@ TEST_CASE("destruction doesn't hang on operations that nobody joins") {
     comm.reset();
     closed = true;
     TORCH_CHECK(seconds_since(start) < 5.0, "took ", seconds_since(start), " s");
-    check_contains(error_of([&] { work->wait(); }), {"rank 0 of 2 closed its communicator", "lost"});
+    check_contains(
+        error_of([&] { work->wait(); }), {"rank 0 of 2 closed its communicator", "lost"});
   });
 }
 
@@ -486,7 +490,8 @@ TEST_CASE("wrong arguments are refused before anything is sent") {
     };
     if (rank == 0) { // alone: a collective would wait
       refuses([&] { comm->reduce_scatter(part, at::zeros({9}), {}, {}); }, "8 elements");
-      refuses([&] { comm->reduce_scatter(part, at::zeros({8, 2}).select(1, 0), {}, {}); }, "contig");
+      const auto column = at::zeros({8, 2}).select(1, 0);
+      refuses([&] { comm->reduce_scatter(part, column, {}, {}); }, "contiguous");
       refuses([&] { comm->reduce_scatter(part, whole.to(at::kLong), {}, {}); }, "float32");
       refuses([&] { comm->reduce_scatter(part, whole.to(at::kDouble), {}, {}); }, "one dtype");
       refuses([&] { comm->reduce_scatter(whole.narrow(0, 1, 4), whole, {}, {}); }, "own slice");
@@ -508,13 +513,13 @@ TEST_CASE("wrong arguments are refused before anything is sent") {
 TEST_CASE("a group without a store is refused with the remedy") {
   const auto group = c10::make_intrusive<c10d::ProcessGroup>(0, 2);
   const auto text = error_of([&] { make_communicator(group, 1.0); });
-  REQUIRE(contains_all(text, {"expected a process group with a c10d::Store", "zero::init()"}) == "");
+  REQUIRE(contains_all(text, {"process group with a c10d::Store", "zero::init()"}) == "");
 }
 
 TEST_CASE("ranks that don't meet are named") {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const auto text = error_of([&] { zero::make_gloo_group(store, 1, 3, 0.3); });
-  REQUIRE(contains_all(text, {"expected 3 ranks to meet within 0.3 s", "no sign of rank 0, 2"}) == "");
+  REQUIRE(contains_all(text, {"3 ranks to meet within 0.3 s", "no sign of rank 0, 2"}) == "");
 }
 
 TEST_CASE("hooks run around every wait that blocks") {

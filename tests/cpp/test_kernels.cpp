@@ -1,7 +1,8 @@
-// Kernels against plain arithmetic, and the same bits however they are run.
+// Kernels against plain arithmetic in ATen's operations, and the same bits however
+// they are run: by any instruction set, on any threads, over a buffer cut anywhere.
+// The exact sum against sums worked out in rational arithmetic.
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -23,21 +24,12 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 const std::vector<int64_t> kSizes = {0, 1, 15, 16, 17, 1000, 100003};
+const std::vector<Type> kTypes = {Type::f32, Type::f64, Type::bf16, Type::f16};
 
 at::ScalarType scalar_type(Type type) {
-  switch (type) {
-    case Type::f32:
-      return at::kFloat;
-    case Type::f64:
-      return at::kDouble;
-    case Type::bf16:
-      return at::kBFloat16;
-    default:
-      return at::kHalf;
-  }
+  constexpr at::ScalarType kScalarTypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
+  return kScalarTypes[static_cast<int>(type)];
 }
-
-const std::vector<Type> kTypes = {Type::f32, Type::f64, Type::bf16, Type::f16};
 
 at::Tensor random(int64_t count, Type type, uint64_t seed) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
@@ -49,98 +41,28 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
       (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
-void* element(const at::Tensor& tensor, int64_t index) {
+// The same bits but for NaN, whose payloads depend on the order of operands.
+bool same_values(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor nan = a.isnan();
+  return at::equal(nan, b.isnan()) && same_bits(a.masked_fill(nan, 0.0), b.masked_fill(nan, 0.0));
+}
+
+void* element(const at::Tensor& tensor, int64_t index = 0) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + index * tensor.itemsize();
 }
 
-} // namespace
-
-TEST_CASE("reduce_ranks sums in order, divides and adds", "[kernels]") {
-  for (const Type type : kTypes) {
-    // fp32 arithmetic for types of 16 bits, the type's own else.
-    const at::ScalarType compute = type == Type::f64 ? at::kDouble : at::kFloat;
-    for (const int64_t count : kSizes) {
-      for (int64_t ranks = 1; ranks <= 6; ++ranks) {
-        std::vector<at::Tensor> inputs;
-        std::vector<const void*> pointers;
-        for (int64_t rank = 0; rank < ranks; ++rank) {
-          inputs.push_back(random(count, type, 10 * rank + 1));
-          pointers.push_back(inputs.back().const_data_ptr());
-        }
-        at::Tensor sum = inputs[0].to(compute);
-        for (int64_t rank = 1; rank < ranks; ++rank) {
-          sum = sum + inputs[rank].to(compute);
-        }
-        const at::Tensor quotient = sum / static_cast<double>(ranks);
-        const at::Tensor addend = random(count, type, 99);
-        at::Tensor out = at::empty({count}, scalar_type(type));
-        reduce_ranks(type, out.mutable_data_ptr(), pointers.data(), ranks, nullptr, ranks, count);
-        REQUIRE(same_bits(out, quotient.to(scalar_type(type))));
-        const at::Tensor added = (addend.to(compute) + quotient).to(scalar_type(type));
-        // In place: over the addend, and over an input.
-        at::Tensor over = addend.clone();
-        reduce_ranks(
-            type,
-            over.mutable_data_ptr(),
-            pointers.data(),
-            ranks,
-            over.const_data_ptr(),
-            ranks,
-            count);
-        REQUIRE(same_bits(over, added));
-        reduce_ranks(
-            type,
-            inputs.back().mutable_data_ptr(),
-            pointers.data(),
-            ranks,
-            addend.const_data_ptr(),
-            ranks,
-            count);
-        REQUIRE(same_bits(inputs.back(), added));
-      }
-    }
-  }
-}
-
-TEST_CASE("conversions of 16 bits are ATen's, for every value", "[kernels]") {
-  std::vector<float> values = {0.0F, -0.0F, kInfinity, -kInfinity, 65504.0F, 65519.9F, 65520.0F,
-                               1e-8F, 6e-8F, -3e-5F, 6.1e-5F, 1e30F, 1e-40F, 0x1p-149F};
-  std::mt19937 bits(1);
-  for (int i = 0; i < 200000; ++i) {
-    const auto value = std::bit_cast<float>(static_cast<uint32_t>(bits()));
-    values.push_back(std::isnan(value) ? 1.0F : value);
-  }
-  const at::Tensor wide = at::tensor(values);
-  const auto count = static_cast<int64_t>(values.size());
-  for (const Type type : {Type::bf16, Type::f16}) {
-    // x * 1 loads and stores; fp32 values reach the store through 0 + sum / 1.
-    at::Tensor narrow = wide.to(scalar_type(type));
-    const at::Tensor expected = narrow.clone();
-    scale(type, narrow.mutable_data_ptr(), 1.0, count);
-    REQUIRE(same_bits(narrow, expected));
-    const double half = 0.5; // another value to be rounded
-    scale(type, narrow.mutable_data_ptr(), half, count);
-    const at::Tensor halved = (expected.to(at::kFloat) * half).to(scalar_type(type));
-    REQUIRE(same_bits(narrow, halved));
-  }
-  for (const Type type : {Type::bf16, Type::f16}) {
-    at::Tensor nan = at::full({16}, kNan, scalar_type(type));
-    scale(type, nan.mutable_data_ptr(), 1.0, 16);
-    REQUIRE(nan.isnan().all().item<bool>());
-  }
-}
-
-namespace {
-
 struct Moments {
   at::Tensor p, m, v;
+
+  void step(Type type, const at::Tensor& gradient, const AdamArguments& rule) {
+    adam(type, element(p), element(gradient), element(m), element(v), p.numel(), rule);
+  }
 };
 
 // The rule's formulas in ATen's elementwise operations, in fp32 or fp64.
 Moments
 adam_reference(const Moments& old, const at::Tensor& gradient, const AdamArguments& arguments) {
-  const at::ScalarType compute =
-      old.p.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto compute = old.p.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   at::Tensor p = old.p.to(compute);
   at::Tensor g = gradient.to(compute);
   if (arguments.decoupled) {
@@ -161,33 +83,129 @@ double tolerance(Type type) {
   return type == Type::f64 ? 1e-13 : type == Type::f32 ? 2e-6 : type == Type::bf16 ? 1e-2 : 2e-3;
 }
 
+at::Tensor with_special_values(int64_t count, Type type, uint64_t seed) {
+  at::Tensor x = random(count, type, seed);
+  auto at = static_cast<int64_t>(seed);
+  for (const float value : {kNan, kInfinity, -kInfinity, -0.0F, 0x1p-149F, 0x1p-24F, 3e38F}) {
+    at = at * 7 + 3;
+    if (at < count) {
+      x[at] = value;
+    }
+  }
+  return x;
+}
+
+// What every kernel of the set gives, called once for each stretch between cuts.
+std::vector<at::Tensor>
+run_all(const InstructionSet& set, Type type, int64_t count, const std::vector<int64_t>& cuts) {
+  const at::Tensor g = with_special_values(count, type, 1);
+  const at::Tensor p = with_special_values(count, type, 2);
+  const at::Tensor m = random(count, type, 3);
+  const at::Tensor v = random(count, type, 4).abs();
+  const at::Tensor scaled = g.clone();
+  const at::Tensor finite = random(count, type, 5);
+  std::vector<at::Tensor> results = {p, m, v, scaled};
+  std::vector<const void*> inputs;
+  for (const at::Tensor& input : {g, finite, v.clone(), g, finite, p.clone(), g, g, finite, g}) {
+    results.push_back(input);
+    inputs.push_back(input.const_data_ptr());
+  }
+  std::vector<ExactSum> sums(4);
+  for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+    const int64_t begin = cuts[i];
+    const int64_t end = cuts[i + 1];
+    for (const double beta1 : {0.9, 0.25}) {
+      for (const bool decoupled : {false, true}) {
+        const AdamArguments rule{1e-2, beta1, 0.99, 1e-8, 0.1, decoupled, 3};
+        set.adam(type, element(p), element(g), element(m), element(v), begin, end, rule);
+      }
+    }
+    set.sgd(type, element(p), element(g), element(m), begin, end, {0.1, 0.9, 0.0, 0.1});
+    set.sgd(type, element(p), element(g), nullptr, begin, end, {0.1});
+    set.scale(type, element(scaled), 1.0 / 3.0, begin, end);
+    const double orders[] = {1.0, 2.0, 3.0, kInfinity};
+    for (size_t k = 0; k < sums.size(); ++k) {
+      set.accumulate_norm(type, element(k == 0 ? g : finite), orders[k], begin, end, sums[k]);
+    }
+  }
+  for (int64_t ranks = 1; ranks <= 10; ++ranks) {
+    const at::Tensor out = finite.clone();
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+      const void* addend = ranks % 2 == 0 ? element(out) : nullptr;
+      set.reduce_ranks(type, element(out), inputs.data(), ranks, addend, 3.0, cuts[i], cuts[i + 1]);
+    }
+    results.push_back(out);
+  }
+  for (const ExactSum& sum : sums) {
+    results.push_back(at::tensor({sum.total(), sum.maximum()}, at::kDouble));
+  }
+  return results;
+}
+
 } // namespace
+
+TEST_CASE("reduce_ranks sums in order, divides and adds", "[kernels]") {
+  for (const Type type : kTypes) {
+    const auto compute = type == Type::f64 ? at::kDouble : at::kFloat;
+    for (const int64_t count : kSizes) {
+      for (int64_t ranks = 1; ranks <= 6; ++ranks) {
+        std::vector<at::Tensor> inputs;
+        std::vector<const void*> pointers;
+        at::Tensor sum;
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+          inputs.push_back(random(count, type, 10 * rank + 1));
+          pointers.push_back(inputs.back().const_data_ptr());
+          const at::Tensor wide = inputs.back().to(compute);
+          sum = rank == 0 ? wide : sum + wide;
+        }
+        const at::Tensor quotient = sum / static_cast<double>(ranks);
+        const at::Tensor addend = random(count, type, 99);
+        at::Tensor out = at::empty({count}, scalar_type(type));
+        reduce_ranks(type, element(out), pointers.data(), ranks, nullptr, ranks, count);
+        REQUIRE(same_bits(out, quotient.to(scalar_type(type))));
+        const at::Tensor added = (addend.to(compute) + quotient).to(scalar_type(type));
+        // In place: over the addend, and over an input.
+        const at::Tensor over = addend.clone();
+        reduce_ranks(type, element(over), pointers.data(), ranks, element(over), ranks, count);
+        REQUIRE(same_bits(over, added));
+        const at::Tensor& last = inputs.back();
+        reduce_ranks(type, element(last), pointers.data(), ranks, element(addend), ranks, count);
+        REQUIRE(same_bits(last, added));
+      }
+    }
+  }
+}
+
+TEST_CASE("conversions of 16 bits are ATen's, for every value", "[kernels]") {
+  const int64_t count = 65536;
+  const at::Tensor patterns = at::arange(count, at::kInt).to(at::kUInt16);
+  for (const Type type : {Type::bf16, Type::f16}) {
+    const at::Tensor values = patterns.view(scalar_type(type));
+    for (const float factor : {1.0F, 1.0F / 3.0F, 3.0F, 0x1p-9F, 0x1p-14F / 3.0F, 1e9F}) {
+      const at::Tensor expected = (values.to(at::kFloat) * factor).to(scalar_type(type));
+      for (const InstructionSet& set : instruction_sets()) {
+        const at::Tensor x = values.clone();
+        set.scale(type, element(x), factor, 0, count);
+        REQUIRE(same_values(x, expected));
+      }
+    }
+  }
+}
 
 TEST_CASE("adam follows its formulas over several steps", "[kernels]") {
   for (const Type type : kTypes) {
-    for (const bool decoupled : {true, false}) {
-      for (const int64_t count : kSizes) {
-        Moments state{
-            random(count, type, 1),
-            at::zeros({count}, scalar_type(type)),
-            at::zeros({count}, scalar_type(type))};
-        for (int64_t step = 1; step <= 3; ++step) {
-          const AdamArguments arguments{1e-2, 0.9, 0.99, 1e-4, 0.1, decoupled, step};
-          const at::Tensor gradient = random(count, type, 50 + step);
-          const Moments expected = adam_reference(state, gradient, arguments);
-          adam(
-              type,
-              state.p.mutable_data_ptr(),
-              gradient.const_data_ptr(),
-              state.m.mutable_data_ptr(),
-              state.v.mutable_data_ptr(),
-              count,
-              arguments);
-          const double close = tolerance(type);
-          REQUIRE(at::allclose(state.p, expected.p, close, close));
-          REQUIRE(at::allclose(state.m, expected.m, close, close));
-          REQUIRE(at::allclose(state.v, expected.v, close, close));
-        }
+    for (const int64_t count : kSizes) {
+      const at::Tensor zeros = at::zeros({count}, scalar_type(type));
+      Moments state{random(count, type, 1), zeros.clone(), zeros.clone()};
+      for (int64_t step = 1; step <= 4; ++step) {
+        const AdamArguments arguments{1e-2, 0.9, 0.99, 1e-4, 0.1, step % 2 == 0, step};
+        const at::Tensor g = random(count, type, 50 + step);
+        const Moments expected = adam_reference(state, g, arguments);
+        state.step(type, g, arguments);
+        const double close = tolerance(type);
+        REQUIRE(at::allclose(state.p, expected.p, close, close));
+        REQUIRE(at::allclose(state.m, expected.m, close, close));
+        REQUIRE(at::allclose(state.v, expected.v, close, close));
       }
     }
   }
@@ -195,130 +213,106 @@ TEST_CASE("adam follows its formulas over several steps", "[kernels]") {
 
 TEST_CASE("sgd follows its formulas", "[kernels]") {
   for (const Type type : kTypes) {
-    const at::ScalarType compute = type == Type::f64 ? at::kDouble : at::kFloat;
+    const auto compute = type == Type::f64 ? at::kDouble : at::kFloat;
     for (const bool nesterov : {false, true}) {
       const int64_t count = 1001;
       const double dampening = nesterov ? 0.0 : 0.25;
       at::Tensor p = random(count, type, 1);
       at::Tensor buffer = at::zeros({count}, scalar_type(type));
-      at::Tensor b;
       for (int64_t step = 0; step < 3; ++step) {
         const at::Tensor gradient = random(count, type, 20 + step);
         const at::Tensor g = gradient.to(compute) + p.to(compute) * 0.1;
-        b = step == 0 ? g : buffer.to(compute) * 0.9 + g * (1.0 - dampening);
+        const at::Tensor b = step == 0 ? g : buffer.to(compute) * 0.9 + g * (1.0 - dampening);
         const at::Tensor expected = p.to(compute) - (nesterov ? g + b * 0.9 : b) * 0.5;
-        sgd(type,
-            p.mutable_data_ptr(),
-            gradient.const_data_ptr(),
-            buffer.mutable_data_ptr(),
-            count,
-            {0.5, 0.9, dampening, 0.1, nesterov, step == 0});
-        const double close = tolerance(type);
-        REQUIRE(at::allclose(p.to(compute), expected, close, close));
+        const SgdArguments rule{0.5, 0.9, dampening, 0.1, nesterov, step == 0};
+        sgd(type, element(p), element(gradient), element(buffer), count, rule);
+        REQUIRE(at::allclose(p.to(compute), expected, tolerance(type), tolerance(type)));
       }
     }
     at::Tensor p = at::full({17}, 1.0, scalar_type(type));
     const at::Tensor gradient = at::full({17}, 2.0, scalar_type(type));
-    sgd(type, p.mutable_data_ptr(), gradient.const_data_ptr(), nullptr, 17, {.lr = 0.25});
+    sgd(type, element(p), element(gradient), nullptr, 17, {.lr = 0.25});
     REQUIRE(p.eq(0.5).all().item<bool>());
   }
 }
 
-TEST_CASE("the same bits however a buffer is cut", "[kernels]") {
+TEST_CASE("the same bits on any number of threads, however a buffer is cut", "[kernels]") {
   const int64_t count = 100003;
   for (const Type type : kTypes) {
     const at::Tensor gradient = random(count, type, 3);
-    const auto block = static_cast<int64_t>(64 / gradient.itemsize());
-    const AdamArguments arguments{1e-2, 0.9, 0.99, 1e-8, 0.1, true, 3};
+    const AdamArguments rule{1e-2, 0.9, 0.99, 1e-8, 0.1, true, 3};
     const auto run = [&](const std::vector<int64_t>& cuts) {
-      const at::Tensor p = random(count, type, 4);
-      const at::Tensor m = random(count, type, 5);
-      const at::Tensor v = random(count, type, 6).abs();
+      const Moments state{
+          random(count, type, 4), random(count, type, 5), random(count, type, 6).abs()};
       ExactSum sum;
-      int64_t begin = 0;
-      for (size_t i = 0; i <= cuts.size(); ++i) {
-        const int64_t end = i < cuts.size() ? cuts[i] * block : count;
-        adam(
-            type,
-            element(p, begin),
-            element(gradient, begin),
-            element(m, begin),
-            element(v, begin),
-            end - begin,
-            arguments);
-        accumulate_norm(type, element(gradient, begin), end - begin, 2.0, sum);
-        begin = end;
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+        const int64_t begin = cuts[i];
+        const int64_t size = cuts[i + 1] - begin;
+        Moments{
+            state.p.narrow(0, begin, size),
+            state.m.narrow(0, begin, size),
+            state.v.narrow(0, begin, size)}
+            .step(type, gradient.narrow(0, begin, size), rule);
+        accumulate_norm(type, element(gradient, begin), size, 2.0, sum);
       }
-      return std::make_pair(at::cat({p, m, v}), sum.total());
+      return std::make_pair(at::cat({state.p, state.m, state.v}), sum.total());
     };
-    const auto whole = run({});
-    std::mt19937 generator(7);
-    for (int i = 0; i < 20; ++i) {
-      std::vector<int64_t> cuts;
-      for (int k = 0; k < 5; ++k) {
-        cuts.push_back(static_cast<int64_t>(generator() % (count / block)));
+    const auto whole = run({0, count});
+    for (const int threads : {1, 2, 3}) {
+      at::set_num_threads(threads);
+      for (const auto& cuts : {std::vector<int64_t>{0, count}, {0, 32, 64, 50016, count}}) {
+        const auto pieces = run(cuts);
+        REQUIRE(same_bits(pieces.first, whole.first));
+        REQUIRE(pieces.second == whole.second);
       }
-      std::sort(cuts.begin(), cuts.end());
-      const auto pieces = run(cuts);
-      REQUIRE(same_bits(pieces.first, whole.first));
-      REQUIRE(pieces.second == whole.second);
     }
-    at::set_num_threads(1);
-    const auto single = run({});
     at::set_num_threads(2);
-    REQUIRE(same_bits(single.first, whole.first));
-    REQUIRE(single.second == whole.second);
   }
 }
 
-#if defined(__x86_64__)
-TEST_CASE("the same bits from every instruction set", "[kernels]") {
-  const int64_t count = 1000;
+TEST_CASE("the same bits from every instruction set and for every cut", "[kernels]") {
+  std::mt19937 generator(5);
   for (const Type type : kTypes) {
-    const at::Tensor gradient = random(count, type, 3);
-    const at::Tensor other = random(count, type, 8);
-    const AdamArguments adam_arguments{1e-2, 0.9, 0.99, 1e-8, 0.1, false, 3};
-    const auto run = [&](auto adam_of, auto sgd_of, auto reduce_of, auto norm_of) {
-      const at::Tensor p = random(count, type, 4);
-      const at::Tensor m = random(count, type, 5);
-      const at::Tensor v = random(count, type, 6).abs();
-      const at::Tensor out = at::zeros({count}, scalar_type(type));
-      adam_of(
-          type,
-          element(p, 0),
-          element(gradient, 0),
-          element(m, 0),
-          element(v, 0),
-          0,
-          count,
-          adam_arguments);
-      sgd_of(
-          type, element(p, 0), element(gradient, 0), element(m, 0), 0, count, SgdArguments{0.1, 0.9});
-      const void* inputs[] = {element(gradient, 0), element(other, 0)};
-      reduce_of(type, element(out, 0), inputs, 2, element(p, 0), 3.0, 0, count);
-      at::Tensor norms = at::zeros({3}, at::kDouble);
-      int64_t at = 0;
-      for (const double order : {1.0, 2.0, 3.0}) {
-        ExactSum sum;
-        norm_of(type, element(gradient, 0), order, 0, count, sum);
-        norms[at++] = sum.total();
+    for (const int64_t count : kSizes) {
+      const auto expected = run_all(instruction_sets().front(), type, count, {0, count});
+      for (const InstructionSet& set : instruction_sets()) {
+        std::vector<int64_t> cuts = {0, count};
+        for (int i = 0; i < 9; ++i) {
+          // Whole blocks of 64 bytes; two cuts may be the same.
+          cuts.push_back(static_cast<int64_t>(generator() % (count / 32 + 1)) * 32);
+        }
+        std::sort(cuts.begin(), cuts.end());
+        const auto pieces = run_all(set, type, count, cuts);
+        for (size_t i = 0; i < expected.size(); ++i) {
+          INFO(set.name << ", " << count << " elements, result " << i);
+          REQUIRE(same_values(pieces[i], expected[i]));
+        }
       }
-      return at::cat({at::cat({p, m, v, out}).to(at::kDouble), norms});
-    };
-    const at::Tensor expected =
-        run(generic::adam, generic::sgd, generic::reduce_ranks, generic::accumulate_norm);
-    if (__builtin_cpu_supports("avx2")) {
-      REQUIRE(same_bits(
-          run(avx2::adam, avx2::sgd, avx2::reduce_ranks, avx2::accumulate_norm), expected));
-    }
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) {
-      REQUIRE(same_bits(
-          run(avx512::adam, avx512::sgd, avx512::reduce_ranks, avx512::accumulate_norm),
-          expected));
     }
   }
 }
-#endif
+
+TEST_CASE("rules at their edges", "[kernels]") {
+  const auto scalar = [](float value) { return at::full({1}, value); };
+  const auto step = [&](float p, float gradient, const AdamArguments& rule) {
+    Moments state{scalar(p), scalar(1e8F), scalar(0.0F)};
+    state.step(Type::f32, scalar(gradient), rule);
+    return std::make_pair(state.m.item<float>(), state.v.item<float>());
+  };
+  // Without memory the first moment is the gradient, however large it was.
+  REQUIRE(step(0.0F, 1.0F, {.beta1 = 0.0}).first == 1.0F);
+  // A square past fp32, (1 - beta2) of which is not.
+  REQUIRE(step(0.0F, 1e20F, {.beta2 = 0.999}).second == Approx(1e37F));
+  // No weight decay: infinite parameters don't touch the gradient.
+  REQUIRE(step(kInfinity, 1.0F, {.beta1 = 0.0, .decoupled = false}).first == 1.0F);
+  // A first step doesn't read its momentum buffer.
+  const at::Tensor p = scalar(kInfinity);
+  const at::Tensor g = scalar(2.0F);
+  const at::Tensor buffer = scalar(kNan);
+  sgd(Type::f32, element(p), element(g), element(buffer), 1, {.momentum = 0.9});
+  REQUIRE(buffer.item<float>() == 2.0F);
+  REQUIRE(p.item<float>() == kInfinity);
+}
 
 TEST_CASE("norms equal plain ones, with special values", "[kernels]") {
   for (const Type type : kTypes) {
@@ -327,19 +321,18 @@ TEST_CASE("norms equal plain ones, with special values", "[kernels]") {
       const at::Tensor wide = x.to(at::kDouble).abs();
       for (const double p : {1.0, 2.0, 3.0}) {
         ExactSum sum;
-        accumulate_norm(type, x.const_data_ptr(), count, p, sum);
+        accumulate_norm(type, element(x), count, p, sum);
         REQUIRE(sum.total() == Approx(wide.pow(p).sum().item<double>()).epsilon(1e-13));
       }
       ExactSum largest;
-      const double infinity = std::numeric_limits<double>::infinity();
-      accumulate_norm(type, x.const_data_ptr(), count, infinity, largest);
+      accumulate_norm(type, element(x), count, kInfinity, largest);
       REQUIRE(largest.maximum() == (count == 0 ? 0.0 : wide.max().item<double>()));
     }
   }
   const auto norm = [](std::vector<float> values, double p) {
     const at::Tensor x = at::tensor(values);
     ExactSum sum;
-    accumulate_norm(Type::f32, x.const_data_ptr(), x.numel(), p, sum);
+    accumulate_norm(Type::f32, element(x), x.numel(), p, sum);
     return std::isinf(p) ? sum.maximum() : sum.total();
   };
   REQUIRE(norm({1.0F, kInfinity}, 2.0) == kInfinity);
@@ -392,8 +385,14 @@ TEST_CASE("an exact sum is exact and rounds to nearest even", "[kernels]") {
   REQUIRE(total({0x1p300, 0x1p-300}) == 0x1p300);
   REQUIRE(total({0x1p-320}) == 0x1p-320);
   REQUIRE(total({0x1p-321}) == 0.0);
-  REQUIRE(total({0x1p-1060}) == 0.0);
   REQUIRE(total({0x1p318, 0x1p318}) == 0x1p319);
   REQUIRE(std::isinf(total({0x1p319})));
   REQUIRE(std::isinf(total(std::vector<double>(5, 0x1p318 * 1.9))));
+  REQUIRE(std::isinf(total({-kInfinity})));
+  REQUIRE(total({-0.0, 5e-324, 0x1p-1060}) == 0.0);
+  ExactSum harmonic;
+  for (int k = 1; k <= 100000; ++k) {
+    harmonic.add(1.0 / k);
+  }
+  REQUIRE(harmonic.total() == 0x1.82e27a22f3fb0p+3);
 }

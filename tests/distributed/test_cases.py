@@ -118,8 +118,8 @@ def _infinity_norm(rank: int, world: int) -> None:
         opt = zero.ZeroOptimizer(model, "sgd", stage=stage, lr=1.0)
         (3 * model.a - 4 * model.b).sum().backward()
         assert float(opt.clip_grad_norm_(1.0, norm_type=float("inf"))) == 4.0
-        assert zero.full_grad(model.a).item() == 0.75
-        assert zero.full_grad(model.b).item() == -1.0
+        assert abs(zero.full_grad(model.a).item() - 0.75) < 1e-6
+        assert abs(zero.full_grad(model.b).item() + 1.0) < 1e-6
 
 
 def test_e07_infinity_norm() -> None:
@@ -165,7 +165,7 @@ def test_e10_a_gradient_is_counted_once() -> None:
     assert abs(got.pop() - want) <= 1e-6 * want
 
 
-def _used_on_one_rank(rank: int, world: int) -> list[torch.Tensor]:
+def _used_on_one_rank(rank: int, world: int) -> list[list[float]]:
     seen = []
     for stage in STAGES:
         model = Free(trunk=torch.ones(2), head=torch.ones(2))
@@ -175,17 +175,17 @@ def _used_on_one_rank(rank: int, world: int) -> list[torch.Tensor]:
         assert zero.full_grad(model.head).tolist() == [0.5, 0.5]
         opt.step()
         opt.zero_grad()
-        seen += [zero.full_param(model.trunk), zero.full_param(model.head)]
+        seen += [zero.full_param(p).tolist() for p in (model.trunk, model.head)]
         (model.trunk + model.head).sum().backward()
         assert zero.full_grad(model.head).tolist() == [1.0, 1.0]
         opt.step()
-        seen += [zero.full_param(model.trunk), zero.full_param(model.head)]
+        seen += [zero.full_param(p).tolist() for p in (model.trunk, model.head)]
     return seen
 
 
 def test_e13_a_parameter_used_on_one_rank_only() -> None:
     first, second = run(_used_on_one_rank, 2)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert first == second
 
 
 def _step_counts(rank: int, world: int) -> None:

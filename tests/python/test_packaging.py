@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -21,7 +22,7 @@ def run(*command, fails=False, env=None, **options):
     """The output of a command, which has to succeed (or to fail)."""
     result = subprocess.run(
         [str(part) for part in command],
-        env={**os.environ, **(env or {})},
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **(env or {})},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -88,6 +89,7 @@ def configure(site, build, *arguments, **options):
     return run(
         tool("cmake"),
         *("-S", CONSUMER, "-B", build),
+        f"-DCMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache') or ''}",
         f"-DCMAKE_PREFIX_PATH={site / 'zero_torch/share/cmake'}",
         *arguments,
         **options,

@@ -126,7 +126,8 @@ Span ReduceScratch::span(int64_t index, int64_t count) {
   if (!buffer_.defined() || buffer_.numel() < count * kChunkBytes) {
     buffer_ = at::empty({count * kChunkBytes}, at::kByte);
   }
-  return {buffer_, static_cast<char*>(buffer_.mutable_data_ptr()) + index * kChunkBytes, kChunkBytes};
+  auto* data = static_cast<char*>(buffer_.mutable_data_ptr()) + index * kChunkBytes;
+  return {buffer_, data, kChunkBytes};
 }
 
 void reduce_elements(

@@ -35,7 +35,8 @@ void reduce_elements(
     int64_t count);
 
 // Each sends (size - 1) shards. Return the bytes that this rank sent.
-int64_t reduce_scatter(PeerExchange& peers, const ReduceArguments& arguments, ReduceScratch& scratch);
+int64_t
+reduce_scatter(PeerExchange& peers, const ReduceArguments& arguments, ReduceScratch& scratch);
 int64_t all_gather(PeerExchange& peers, const GatherArguments& arguments);
 
 // A binomial tree from `root`.

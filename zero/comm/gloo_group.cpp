@@ -9,7 +9,6 @@
 #include <zero/comm/gloo_group.h>
 
 #include <chrono>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <sstream>

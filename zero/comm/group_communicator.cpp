@@ -12,6 +12,7 @@
 #include <omp.h>
 #endif
 
+#include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/thread_name.h>
@@ -121,8 +122,9 @@ void GroupCommunicator::work() {
   c10::setThreadName("zero_comm");
   const SigpipeBlock no_sigpipe;
   c10::AutoGradMode no_grad(false);
+  at::internal::lazy_init_num_threads(); // or ATen's first loop would undo the next line
 #ifdef _OPENMP
-  omp_set_num_threads(1); // the model computes meanwhile; a reduction waits for memory anyway
+  omp_set_num_threads(1); // the model computes meanwhile, and messages are slower than one core
 #endif
   std::unique_lock lock(mutex_);
   while (true) {

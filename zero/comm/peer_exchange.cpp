@@ -181,28 +181,36 @@ std::vector<OperationHeader> PeerExchange::open(OperationHeader own, std::string
   for (int64_t i = 1; i < size_; ++i) {
     header_sends_.push_back(post({headers_, row, kHeaderBytes}, after(i), kHeaderChannel, true));
   }
-  std::vector<OperationHeader> headers(size_, own);
+  std::vector<OperationHeader> headers(size_);
+  std::vector<int64_t> known{rank_};
+  headers[rank_] = own;
   try {
     for (int64_t i = 1; i < size_; ++i) {
       headers[before(i)] = receive_header(before(i));
+      known.push_back(before(i));
     }
   } catch (...) {
     // A rank that went elsewhere explains a rank that did not come.
-    compare(headers);
+    compare(headers, std::move(known));
     throw;
   }
   wait(header_sends_); // before any complaint: the peers need it for theirs
-  compare(headers);
+  compare(headers, std::move(known));
   opening_ = false;
   return headers;
 }
 
-void PeerExchange::compare(const std::vector<OperationHeader>& headers) const {
-  for (int64_t peer = 1; peer < size_; ++peer) {
+// In rank order, so that every rank finds the same two to name.
+void PeerExchange::compare(
+    const std::vector<OperationHeader>& headers,
+    std::vector<int64_t> ranks) const {
+  std::sort(ranks.begin(), ranks.end());
+  const auto first = ranks.front();
+  for (const auto rank : ranks) {
     TORCH_CHECK_WITH(
         DistBackendError,
-        same_operation(headers[0], headers[peer]),
-        kPrefix, describe_mismatch(0, headers[0], peer, headers[peer]));
+        same_operation(headers[first], headers[rank]),
+        kPrefix, describe_mismatch(first, headers[first], rank, headers[rank]));
   }
 }
 

@@ -80,7 +80,7 @@ class PeerExchange {
   TransferPtr post(Span span, int64_t peer, int32_t channel, bool is_send);
   void post_header_receive(int64_t peer, char* row);
   OperationHeader receive_header(int64_t peer);
-  void compare(const std::vector<OperationHeader>& headers) const;
+  void compare(const std::vector<OperationHeader>& headers, std::vector<int64_t> ranks) const;
   std::string last_words(int64_t peer);
   void say_farewell(std::string_view why);
   [[noreturn]] void fail(const Transfer& transfer, const std::string& cause, bool timed_out);

@@ -1,0 +1,350 @@
+"""
+The C++ core of zero_torch. The public names are those of zero_torch itself.
+"""
+from __future__ import annotations
+import collections.abc
+import torch
+import torch.distributed.distributed_c10d
+import typing
+__all__: list[str] = ['Adam', 'AdamW', 'Engine', 'LaunchEnvironment', 'Options', 'SGD', 'launch_environment', 'validate_rule']
+class Options:
+    """
+    What a user may set; zero_torch.ZeroConfig mirrors it.
+    """
+    average: bool
+    cast_forward_inputs: bool
+    offload: str | None
+    on_nonfinite: str
+    output_dtype: str | None
+    param_dtype: str | None
+    reduce_dtype: str | None
+    replicate_group: str | None
+    reshard_after_forward: str
+    shard_group: str | None
+    step_in_backward: bool
+    sync_buffers: bool
+    transport: str
+    def __init__(self) -> None:
+        ...
+    def validate(self) -> None:
+        """
+        Raises ValueError, or NotImplementedError for what is not built yet, naming the option, the value and what is allowed.
+        """
+    @property
+    def bucket_bytes(self) -> int:
+        ...
+    @bucket_bytes.setter
+    def bucket_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def first_bucket_bytes(self) -> int:
+        ...
+    @first_bucket_bytes.setter
+    def first_bucket_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def ignored_params(self) -> list[str]:
+        ...
+    @ignored_params.setter
+    def ignored_params(self, arg0: collections.abc.Sequence[str]) -> None:
+        ...
+    @property
+    def max_live_numel(self) -> int | None:
+        ...
+    @max_live_numel.setter
+    def max_live_numel(self, arg0: typing.SupportsInt | typing.SupportsIndex | None) -> None:
+        ...
+    @property
+    def min_unit_numel(self) -> int:
+        ...
+    @min_unit_numel.setter
+    def min_unit_numel(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def prefetch(self) -> int:
+        ...
+    @prefetch.setter
+    def prefetch(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def stage(self) -> int:
+        ...
+    @stage.setter
+    def stage(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def timeout(self) -> float:
+        ...
+    @timeout.setter
+    def timeout(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def units(self) -> list[str]:
+        ...
+    @units.setter
+    def units(self, arg0: collections.abc.Sequence[str]) -> None:
+        ...
+class AdamW:
+    """
+    Adam with decoupled weight decay, as torch.optim.AdamW.
+    """
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, betas: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"] = (0.9, 0.999), eps: typing.SupportsFloat | typing.SupportsIndex = 1e-08, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.01) -> None:
+        ...
+    @property
+    def betas(self) -> typing.Annotated[list[float], "FixedSize(2)"]:
+        ...
+    @betas.setter
+    def betas(self, arg0: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"]) -> None:
+        ...
+    @property
+    def eps(self) -> float:
+        ...
+    @eps.setter
+    def eps(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def lr(self) -> float:
+        ...
+    @lr.setter
+    def lr(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def weight_decay(self) -> float:
+        ...
+    @weight_decay.setter
+    def weight_decay(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+class Adam:
+    """
+    Adam with L2 weight decay, as torch.optim.Adam.
+    """
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, betas: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"] = (0.9, 0.999), eps: typing.SupportsFloat | typing.SupportsIndex = 1e-08, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
+        ...
+    @property
+    def betas(self) -> typing.Annotated[list[float], "FixedSize(2)"]:
+        ...
+    @betas.setter
+    def betas(self, arg0: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"]) -> None:
+        ...
+    @property
+    def eps(self) -> float:
+        ...
+    @eps.setter
+    def eps(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def lr(self) -> float:
+        ...
+    @lr.setter
+    def lr(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def weight_decay(self) -> float:
+        ...
+    @weight_decay.setter
+    def weight_decay(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+class SGD:
+    """
+    Stochastic gradient descent with momentum, as torch.optim.SGD.
+    """
+    nesterov: bool
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, momentum: typing.SupportsFloat | typing.SupportsIndex = 0.0, dampening: typing.SupportsFloat | typing.SupportsIndex = 0.0, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, nesterov: bool = False) -> None:
+        ...
+    @property
+    def dampening(self) -> float:
+        ...
+    @dampening.setter
+    def dampening(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def lr(self) -> float:
+        ...
+    @lr.setter
+    def lr(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def momentum(self) -> float:
+        ...
+    @momentum.setter
+    def momentum(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def weight_decay(self) -> float:
+        ...
+    @weight_decay.setter
+    def weight_decay(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+class LaunchEnvironment:
+    """
+    What a launcher told this process.
+    """
+    @property
+    def launcher(self) -> str:
+        """
+        "torchrun", "openmpi", "pmi" or "slurm".
+        """
+    @property
+    def local_rank(self) -> int:
+        ...
+    @property
+    def master_addr(self) -> str:
+        ...
+    @property
+    def master_port(self) -> int:
+        ...
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def world_size(self) -> int:
+        ...
+class Engine:
+    """
+    What carries a model through training; one per model.
+    """
+    @staticmethod
+    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None) -> Engine:
+        """
+        [collective] The engine of `parameters` (name, tensor, group index), with rank 0's values
+        of them and of `buffers`, over a private group with the members of `group` (None: one
+        rank). Raises before any change when ranks differ, naming the first difference.
+        """
+    def account_foreign_state(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Bytes of optimizer state that a rule outside the engine holds on this rank.
+        """
+    def add_parameters(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex]]) -> None:
+        """
+        [collective] More parameters, in a new group.
+        """
+    def agree_any(self, value: bool) -> bool:
+        """
+        [collective] Whether any rank says true.
+        """
+    def begin_step(self) -> None:
+        """
+        [collective] Opens a step by somebody else's rule: shard_gradient() is final.
+        """
+    def broadcast(self, tensors: collections.abc.Sequence[torch.Tensor], root: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        [collective] Rank `root`'s values of tensors that it doesn't manage to all ranks.
+        """
+    def broadcast_parameters(self, indices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], root: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        [collective] Rank `root`'s current values of parameters to all ranks.
+        """
+    def clip_grad_norm(self, max_norm: typing.SupportsFloat | typing.SupportsIndex, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> float:
+        """
+        [collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.
+        """
+    def end_step(self) -> None:
+        """
+        [collective] Closes it: what was written to shard_parameter() goes to all ranks.
+        """
+    def exchange(self, bytes: torch.Tensor) -> list[torch.Tensor]:
+        """
+        [collective] Every rank's bytes (one-dimensional uint8, any length), in rank order.
+        """
+    def full_gradient(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor | None:
+        """
+        [collective at stages 1 and 2] The whole reduced gradient; None when there is none.
+        """
+    def full_parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
+        """
+        [collective at stages 1 and 2] The whole parameter.
+        """
+    def full_state(self, index: typing.SupportsInt | typing.SupportsIndex) -> dict[str, torch.Tensor]:
+        """
+        [collective at stages 1 and 2] Whole state of a native rule, by name; empty before a step.
+        """
+    def grad_norm(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> float:
+        """
+        [collective] The norm of the whole gradient; the same bits on every rank.
+        """
+    def index_of(self, parameter: torch.Tensor) -> int:
+        """
+        The index of a managed parameter; -1 for any other tensor.
+        """
+    def load_full_state(self, index: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Mapping[str, torch.Tensor]) -> None:
+        """
+        Sets the state of a native rule from whole tensors; an empty dict clears it.
+        """
+    def parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> tuple[str, torch.Tensor, int]:
+        """
+        (name, tensor, group index) of a parameter.
+        """
+    def parameter_count(self) -> int:
+        """
+        How many parameters it manages.
+        """
+    def report(self) -> dict[str, typing.Any]:
+        """
+        What is held, was held at most and was sent, in bytes, beside theory.
+        """
+    def report_table(self) -> str:
+        """
+        The report as an aligned table.
+        """
+    def requires_gradient_sync(self) -> bool:
+        ...
+    def set_gradient_stand_ins(self, stand_ins: collections.abc.Sequence[torch.Tensor]) -> None:
+        """
+        Stages 1 and 2: what `.grad` is once it was reduced, by parameter.
+        """
+    def set_requires_gradient_sync(self, sync: bool) -> None:
+        """
+        False: backward accumulates without traffic.
+        """
+    def shard(self, index: typing.SupportsInt | typing.SupportsIndex, whole: torch.Tensor) -> torch.Tensor:
+        """
+        This rank's part of a whole tensor of the parameter's shape, as a copy.
+        """
+    def shard_gradient(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
+        """
+        A one-dimensional view of this rank's part of the reduced gradient.
+        """
+    def shard_parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
+        """
+        A one-dimensional view of this rank's part of a parameter; empty without one.
+        """
+    def step(self, rules: collections.abc.Sequence[AdamW | Adam | SGD]) -> None:
+        """
+        [collective] One step by native rules, one rule a group.
+        """
+    def stepping(self) -> list[int]:
+        """
+        Indices of the parameters that have a gradient and a part on this rank.
+        """
+    def synchronize(self) -> None:
+        """
+        [collective] Reduces what backward left unreduced and waits for every transfer.
+        """
+    def unshard(self, index: typing.SupportsInt | typing.SupportsIndex, shard: torch.Tensor) -> torch.Tensor:
+        """
+        [collective at stages 1 and 2] A tensor of the shape of shard_parameter() made whole.
+        """
+    def wait_parameters(self) -> None:
+        """
+        Waits until the parameters of the last step have arrived. Starts no transfer.
+        """
+    def zero_grad(self, set_to_none: bool) -> None:
+        ...
+    @property
+    def options(self) -> Options:
+        ...
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def world_size(self) -> int:
+        ...
+def launch_environment() -> LaunchEnvironment | None:
+    """
+    What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.
+    Raises ValueError naming a variable that is missing or malformed.
+    """
+def validate_rule(rule: AdamW | Adam | SGD) -> None:
+    """
+    Raises ValueError naming the hyper-parameter and its allowed range.
+    """
