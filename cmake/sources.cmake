@@ -45,6 +45,7 @@ set(ZERO_KERNEL_VARIANT_SOURCE csrc/kernels/kernels_impl.cpp)
 set(ZERO_BINDING_SOURCES
     csrc/bindings/comm.cpp
     csrc/bindings/engine.cpp
+    csrc/bindings/layout.cpp
     csrc/bindings/module.cpp
     csrc/bindings/options.cpp)
 

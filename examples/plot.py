@@ -70,7 +70,7 @@ def draw_memory(axes: plt.Axes, metrics: dict) -> None:
     axes.set_xlim(0, 1.3 * widest)
     axes.set_xlabel("MiB per rank, before the optimizer's step")
     axes.grid(axis="x", color="#e6e8eb")
-    shown = f"ranks 0 to {len(ranks) - 1}" if len(ranks) > 1 else "rank 0"
+    shown = f"ranks 0-{len(ranks) - 1}" if len(ranks) > 1 else "rank 0"
     handles = [
         Patch(color=GREY, label="theory"),
         Patch(color=BLUE, label=f"held, {shown}"),

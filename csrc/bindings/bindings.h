@@ -8,6 +8,7 @@
 
 namespace zero::bindings {
 
+void init_layout(py::module_& module);
 void init_options(py::module_& module);
 void init_comm(py::module_& module);
 void init_engine(py::module_& module);

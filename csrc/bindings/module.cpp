@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, module) {
       torch::translate_exception_to_python(error);
     }
   });
+  zero::bindings::init_layout(module);
   zero::bindings::init_options(module);
   zero::bindings::init_comm(module);
   zero::bindings::init_engine(module);

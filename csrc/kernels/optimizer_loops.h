@@ -1,7 +1,8 @@
 #pragma once
 
 // Adam's and SGD's elementwise rules, in the order of operations of torch.optim.
-// Hyperparameters are combined in fp64 and rounded once to the compute type.
+// Hyperparameters are combined in fp64 and rounded once to the compute type; fp16
+// runs the fp32 loops by chunks.
 
 #include <cmath>
 
