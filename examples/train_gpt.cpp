@@ -333,6 +333,9 @@ void run_all(const Flags& flags) {
 int main(int argc, char** argv) {
   try {
     run_all(parse_flags(argc, argv));
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << std::endl;
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
     return 1;

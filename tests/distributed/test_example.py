@@ -18,37 +18,38 @@ FLAGS += f" --steps {STEPS} --eval-every 3 --eval-batches 3 --sample-bytes 5"
 STAGES = (0, 1, 2)
 
 
-def programs() -> dict[str, list[str]]:
-    binary = ROOT / "build" / version("torch") / "train_gpt"
-    return {
-        "python": [str(ROOT / "examples" / "train_gpt.py")],
-        "c++": ["--no-python", str(binary)],
-    }
+def command(language: str, ranks: int) -> list[str]:
+    """With torchrun, or for no ranks alone."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(ranks)]
+    if language == "python":
+        program = [str(ROOT / "examples" / "train_gpt.py")]
+        return [*(launcher if ranks else [sys.executable]), *program]
+    program = [str(ROOT / "build" / version("torch") / "train_gpt")]
+    return [*launcher, "--no-python", *program] if ranks else program
 
 
 class Example:
-    """Runs the programs on two ranks, each combination of flags once."""
+    """Runs the programs, each combination of arguments once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.text = folder / "text"
-        self.logs: dict[tuple[str, str], Path] = {}
+        self.logs: dict[tuple[str, str, int], Path] = {}
         for path in ("b.py", "a/z.py", "a.py", "a/test/skipped.py", "a/skipped.txt"):
             file = self.text / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"# {path}\n" + f"def function_{len(path)}(x): return x\n" * 60)
 
-    def run(self, language: str, flags: str) -> Path:
+    def run(self, language: str, flags: str, ranks: int = 2) -> Path:
         """The folder of what a run wrote."""
-        key = (language, flags)
+        key = (language, flags, ranks)
         if key not in self.logs:
             out = self.folder / str(len(self.logs))
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", "2", *programs()[language], *FLAGS.split()]
-            command += [*flags.split(), "--text-dir", str(self.text)]
-            command += ["--out", str(out), "--log-losses", str(self.folder / "losses")]
+            arguments = [*FLAGS.split(), *flags.split(), "--text-dir", str(self.text)]
+            arguments += ["--out", str(out), "--log-losses", str(self.folder / "losses")]
             done = subprocess.run(
-                command,
+                command(language, ranks) + arguments,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
@@ -61,8 +62,8 @@ class Example:
             self.logs[key] = out
         return self.logs[key]
 
-    def losses(self, language: str, flags: str) -> list[str]:
-        return (self.run(language, flags) / "losses").read_text().splitlines()
+    def losses(self, language: str, flags: str, ranks: int = 2) -> list[str]:
+        return (self.run(language, flags, ranks) / "losses").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,13 @@ def test_stages_compute_the_same_losses(example: Example, stage: int) -> None:
 def test_accumulation_agrees_between_the_languages(example: Example, extra: str) -> None:
     flags = f"--stage 2 --accumulate 2{extra}"
     assert example.losses("python", flags) == example.losses("c++", flags)
+
+
+@pytest.mark.slow
+def test_one_rank_runs_without_a_launcher(example: Example) -> None:
+    alone = example.losses("python", "--stage 2", ranks=0)
+    assert alone == example.losses("c++", "--stage 2", ranks=0)
+    assert alone == example.losses("c++", "--stage 2", ranks=1)
 
 
 @pytest.mark.slow
