@@ -79,15 +79,6 @@ Numbers report(const Engine& engine) {
   return result;
 }
 
-template <typename T>
-void wait_parameters(T& engine) {
-  if constexpr (requires { engine.wait_parameters(); }) {
-    engine.wait_parameters();
-  } else {
-    engine.synchronize();
-  }
-}
-
 using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 void bind_identity(EngineClass& engine) {
@@ -203,7 +194,7 @@ void bind_training(EngineClass& engine) {
           "[collective] Reduces what backward left unreduced and waits for every transfer.")
       .def(
           "wait_parameters",
-          &wait_parameters<Engine>,
+          &Engine::wait_parameters,
           NoGil(),
           "Waits until the parameters of the last step have arrived. Starts no transfer.");
 }

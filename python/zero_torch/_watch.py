@@ -47,17 +47,18 @@ class ModuleWatch:
         return {} if module is None else {id(p): name for name, p in module.named_parameters()}
 
     def check(self) -> None:
-        if any(slots.get(key) is not parameter for slots, key, parameter, _ in self._slots):
-            self._mend()
-        if any(
-            module is not None
-            and (len(module._parameters) != parameters or len(module._modules) != modules)
-            for module, parameters, modules in (
-                (reference(), parameters, modules)
-                for reference, parameters, modules in self._counts
-            )
-        ):
-            self.refresh()
+        # Plain loops: this runs at every step.
+        for slots, key, parameter, _ in self._slots:
+            if slots.get(key) is not parameter:
+                self._mend()
+                break
+        for reference, parameters, modules in self._counts:
+            module = reference()
+            if module is not None and (
+                len(module._parameters) != parameters or len(module._modules) != modules
+            ):
+                self.refresh()
+                break
 
     def refresh(self) -> None:
         """Looks at the module anew; raises when it has parameters that nobody manages."""

@@ -47,8 +47,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ``synchronize`` are collective, at stages 1 and 2 ``state_dict`` too.
 
     Raises TypeError or ValueError, naming the argument and what is allowed, before any
-    communication; NotImplementedError for what is not built yet; RuntimeError, naming the first
-    difference and both ranks, when ranks differ.
+    communication; NotImplementedError for what is not built yet; ValueError on every rank, naming
+    the first difference and both ranks, when ranks differ.
     """
 
     def __init__(

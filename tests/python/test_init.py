@@ -1,6 +1,7 @@
 """init(): what it does to the environment and to torch.distributed."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -21,6 +22,12 @@ def run(code, **environment):
         text=True,
         timeout=100,
     )
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def test_does_nothing_without_a_launcher():
@@ -55,7 +62,7 @@ dist.destroy_process_group()
         OMPI_COMM_WORLD_SIZE="1",
         OMPI_COMM_WORLD_LOCAL_RANK="0",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
+        MASTER_PORT=str(free_port()),
     )
     assert result.returncode == 0, result.stderr
 

@@ -11,6 +11,7 @@ from small_model import batch, loss_of, make_model, train
 from torch import nn
 
 import zero_torch as zero
+from zero_torch import _registry
 
 RULES = [
     ("adamw", torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -345,6 +346,20 @@ def test_a_dropped_optimizer_leaves_a_plain_model(stage):
     train(model, again, 1)
     train(copied, torch.optim.AdamW(copied.parameters()), 1)
     assert_equal(model, copied)
+
+
+def test_two_models_in_turn_for_many_rounds():
+    models, twins = [make_model(0), make_model(1)], [make_model(0), make_model(1)]
+    hooks = [len(m._state_dict_pre_hooks) for m in models]
+    for turn in range(20):
+        model, twin = models[turn % 2], twins[turn % 2]
+        optimizer = zero.ZeroOptimizer(model, stage=turn % 3, lr=1e-2)
+        train(model, optimizer, 1, first=turn)
+        train(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), 1, first=turn)
+        del optimizer
+        assert_equal(model, twin)
+    assert [len(m._state_dict_pre_hooks) for m in models] == hooks
+    assert not _registry._engines
 
 
 @stages
