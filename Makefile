@@ -1,5 +1,6 @@
 # The commands of the project. Variables: VENV (the environment), TORCH (what pip
-# installs there as torch: TORCH=torch==2.13.0), RANKS, STAGE and ARGS (of train).
+# installs there as torch, say TORCH=torch==2.13.0), RANKS, STAGE and ARGS (of
+# train), SANITIZE (address,undefined or thread).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,18 +11,25 @@ TORCH ?= torch
 RANKS ?= 2
 STAGE ?= 2
 ARGS ?=
+SANITIZE ?= address,undefined
 
 BIN := $(VENV)/bin
 PYTHON := $(BIN)/python
-DEPENDENCIES := $(VENV)/.dependencies
 # By torch's version, as in setup.py; evaluated in recipes, when torch is there.
 BUILD = build/$(shell $(PYTHON) -c "from importlib.metadata import version; print(version('torch'))")
+
+comma := ,
+SANITIZED = $(BUILD)-$(subst $(comma),-,$(SANITIZE))
+# torch is not instrumented: the thread sanitizer sees only what stays in ours.
+SANITIZED_TESTS = $(if $(findstring thread,$(SANITIZE)),-R "layout|memory",)
+
 CPP = $(shell git ls-files -co --exclude-standard -- '*.h' '*.cpp')
 TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/kernels/*.cpp')
 # clang-tidy brings clang's headers, but no omp.h: the compiler's, after all others.
-TIDY_FLAGS = --quiet --extra-arg=-idirafter$(dir $(shell g++ -print-file-name=include/omp.h))
+TIDY_FLAGS = --quiet --extra-arg=-idirafter$(dir $(shell g++ -print-file-name=include/omp.h)) \
+  --extra-arg=-Wno-deprecated-declarations --extra-arg=-Wno-unknown-pragmas
 
-.PHONY: build dependencies catch2 train train-cpp test quick bench lint stubs format clean
+.PHONY: build dependencies catch2 train train-cpp test quick bench sanitize lint stubs format clean
 
 build: dependencies catch2
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -29,23 +37,23 @@ build: dependencies catch2
 	  $(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . && touch $(VENV)/.editable; \
 	fi
 
-# pip runs when the requirements changed, or when TORCH is given and is another
-# one than last time; a torch that is there already is kept otherwise.
+# pip runs when the requirements have changed, or when TORCH is given and is not
+# what it was the last time; a torch that is there already is kept otherwise.
 dependencies: $(PYTHON)
-	@if ! [ $(DEPENDENCIES) -nt requirements-dev.txt ] || \
-	   [[ "$(origin TORCH)" != file && "$$(cat $(DEPENDENCIES))" != "$(TORCH)" ]]; then \
+	@if ! [ $(VENV)/.dependencies -nt requirements-dev.txt ] || \
+	   [[ "$(origin TORCH)" != file && "$$(cat $(VENV)/.dependencies)" != "$(TORCH)" ]]; then \
 	  $(PYTHON) -m pip install -q --upgrade pip && \
 	  $(PYTHON) -m pip install -q "$(TORCH)" && \
 	  $(PYTHON) -m pip install -q -r requirements-dev.txt && \
-	  echo "$(TORCH)" > $(DEPENDENCIES); \
+	  echo "$(TORCH)" > $(VENV)/.dependencies; \
 	fi
 
 $(PYTHON):
 	python3 -m venv $(VENV)
 
 catch2:
-	@if ! compgen -G '/usr/*include/catch2/catch*.hpp' > /dev/null && \
-	   ! compgen -G '/usr/local/include/catch2/catch*.hpp' > /dev/null; then \
+	@if ! compgen -G '/usr/include/catch2/catch*.hpp' > /dev/null && \
+	    ! compgen -G '/usr/local/include/catch2/catch*.hpp' > /dev/null; then \
 	  [ "$$(id -u)" = 0 ] || { echo "Catch2 is missing: sudo apt-get install catch2" >&2; exit 1; }; \
 	  apt-get install -y -q catch2 || { apt-get update -q && apt-get install -y -q catch2; }; \
 	fi
@@ -60,21 +68,28 @@ train-cpp: build
 
 test: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	$(PYTHON) -m pytest -q tests/python tests/distributed
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q tests/python tests/distributed
 
 quick: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	$(PYTHON) -m pytest -q -m "not slow" tests/python tests/distributed
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m "not slow" tests/python tests/distributed
 
 bench: build
 	$(PYTHON) benchmarks/run.py $(ARGS)
+
+sanitize: dependencies catch2
+	PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B $(SANITIZED) -DZERO_SANITIZE=$(SANITIZE) \
+	  -DZERO_BUILD_PYTHON=OFF -DZERO_BUILD_EXAMPLES=OFF -DPython3_EXECUTABLE=$(abspath $(PYTHON))
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) --parallel $${MAX_JOBS:-$$(nproc)}
+	$(BIN)/ctest --test-dir $(SANITIZED) --output-on-failure $(SANITIZED_TESTS)
 
 lint: build
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	@printf '%s\n' $(TIDY) | xargs -P $$(nproc) -n 1 $(BIN)/clang-tidy -p $(BUILD) $(TIDY_FLAGS)
+	@printf '%s\n' $(TIDY) | \
+	  xargs -P $$(nproc) -n 1 $(BIN)/clang-tidy -p $(BUILD) $(TIDY_FLAGS)
 
 stubs: build
 	$(BIN)/pybind11-stubgen zero_torch._C -o python

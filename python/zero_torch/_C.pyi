@@ -6,7 +6,57 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Engine', 'LaunchEnvironment', 'Options', 'SGD', 'launch_environment', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'Options', 'SGD', 'Slot', 'launch_environment', 'make_layout', 'validate_rule']
+class Slot:
+    """
+    Where a parameter lies, in elements of its bucket.
+    """
+    @property
+    def bucket(self) -> int:
+        ...
+    @property
+    def numel(self) -> int:
+        ...
+    @property
+    def offset(self) -> int:
+        ...
+class Bucket:
+    """
+    What is reduced and gathered at once.
+    """
+    @property
+    def family(self) -> int:
+        ...
+    @property
+    def itemsize(self) -> int:
+        ...
+    @property
+    def numel(self) -> int:
+        """
+        Padding included.
+        """
+    @property
+    def parameters(self) -> list[int]:
+        """
+        Indices, in the order of their offsets.
+        """
+    @property
+    def shard_numel(self) -> int:
+        ...
+class FlatLayout:
+    """
+    Which bucket holds which parameter.
+    """
+    def owned(self, parameter: typing.SupportsInt | typing.SupportsIndex, rank: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, int]:
+        """
+        The part of a parameter that a rank owns: (begin, end) in elements of it.
+        """
+    @property
+    def buckets(self) -> list[Bucket]:
+        ...
+    @property
+    def slots(self) -> list[Slot]:
+        ...
 class Options:
     """
     What a user may set; zero_torch.ZeroConfig mirrors it.
@@ -343,6 +393,11 @@ def launch_environment() -> LaunchEnvironment | None:
     """
     What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.
     Raises ValueError naming a variable that is missing or malformed.
+    """
+def make_layout(parameters: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]], world_size: typing.SupportsInt | typing.SupportsIndex, bucket_bytes: typing.SupportsInt | typing.SupportsIndex, first_bucket_bytes: typing.SupportsInt | typing.SupportsIndex) -> FlatLayout:
+    """
+    The layout of (numel, itemsize, family) triples; only one family shares a bucket.
+    Raises ValueError on a size or count out of range.
     """
 def validate_rule(rule: AdamW | Adam | SGD) -> None:
     """
