@@ -51,6 +51,7 @@ set(ZERO_BINDING_SOURCES
 
 set(ZERO_TEST_SOURCES
     tests/cpp/test_comm.cpp
+    tests/cpp/test_comm_faults.cpp
     tests/cpp/test_engine.cpp
     tests/cpp/test_kernels.cpp
     tests/cpp/test_launch_environment.cpp

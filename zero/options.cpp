@@ -16,7 +16,12 @@ void at_least(const char* name, T value, T least) {
 template <typename T>
 void not_built(const char* name, const T& value, bool is_default) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      is_default, "[zero.options] ", name, "=", value, " is not built yet; leave it at its default");
+      is_default,
+      "[zero.options] ",
+      name,
+      "=",
+      value,
+      " is not built yet; leave it at its default");
 }
 
 void not_built(const char* name, const std::optional<std::string>& value) {

@@ -47,6 +47,21 @@ std::string error_of(Body&& body) {
   return {};
 }
 
+// What of `parts` is missing in `text`, as a complaint; empty if nothing is.
+inline std::string contains_all(const std::string& text, const std::vector<std::string>& parts) {
+  for (const auto& part : parts) {
+    if (text.find(part) == std::string::npos) {
+      return "expected '" + part + "' in '" + text + "'";
+    }
+  }
+  return {};
+}
+
+inline void check_contains(const std::string& text, const std::vector<std::string>& parts) {
+  const auto complaint = contains_all(text, parts);
+  TORCH_CHECK(complaint.empty(), complaint);
+}
+
 // Runs `body` on `size` ranks and joins them. Throws the exception that came
 // first (the others' are often its consequences), with its rank.
 inline void run_ranks(int64_t size, const RankBody& body, double timeout_seconds = 60.0) {

@@ -216,7 +216,8 @@ TEST_CASE("a sharded gradient and a parameter in flight answer for themselves", 
       require(contains(error, "'w'") && contains(error, "clip_grad_norm_"), "a named error");
       optimizer.step();
       const std::string unread = error_of([&] { (void)w.data_ptr(); });
-      require(contains(unread, "'w'") && contains(unread, "synchronize"), "a named error in flight");
+      require(
+          contains(unread, "'w'") && contains(unread, "synchronize"), "a named error in flight");
       require(w.sum().item<float>() == 0.0F, "an operation waits");
       (void)w.data_ptr();
     });
@@ -297,8 +298,8 @@ TEST_CASE("other shapes or another order are named on every rank", "[engine]") {
       } else {
         model.add("a", torch::ones({rank == 0 ? 5 : 6}));
       }
-      const std::string error = error_of(
-          [&] { zero::ZeroOptimizer(model, options_of(1), zero::SGD{}, group); });
+      const std::string error =
+          error_of([&] { zero::ZeroOptimizer(model, options_of(1), zero::SGD{}, group); });
       require(contains(error, "'a'") && contains(error, "rank 1"), "a named error, got " + error);
     });
   }
@@ -308,8 +309,7 @@ TEST_CASE("torch::optim classes run on shards", "[engine]") {
   at_each_stage(2, [](int64_t stage, int64_t rank, const auto& group) {
     auto model = make_gpt();
     auto reference = make_gpt();
-    const auto rule =
-        zero::elementwise<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3));
+    const auto rule = zero::elementwise<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3));
     zero::ZeroOptimizer optimizer(*model, options_of(stage), rule, group);
     torch::optim::RMSprop plain(reference->parameters(), torch::optim::RMSpropOptions(1e-3));
     for (int64_t step = 0; step < 3; ++step) {

@@ -26,12 +26,31 @@ namespace {
 using Variables = std::map<std::string, std::string>;
 
 const std::vector<std::string> kNames{
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_LAUNCH_NODE_IPADDR",
-    "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_NNODES", "SLURM_JOB_NUM_NODES",
-    "SLURM_STEP_NUM_NODES", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"};
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_JOB_NODELIST",
+    "SLURM_STEP_NODELIST",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_STEP_NUM_NODES",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT"};
 
 // Exactly these of the launchers' variables; restored at the end of the scope.
 class Environment {
@@ -177,10 +196,11 @@ TEST_CASE("Slurm's host lists") {
   REQUIRE(slurm_host("rack[2-3]n[08-09]-ib,y") == "rack2n08-ib");
   for (const auto* bad : {"node[01-04", "node[]", ",x"}) {
     REQUIRE(contains(
-        refusal({{"SLURM_PROCID", "0"},
-                 {"SLURM_NTASKS", "2"},
-                 {"SLURM_LOCALID", "0"},
-                 {"SLURM_JOB_NODELIST", bad}}),
+        refusal(
+            {{"SLURM_PROCID", "0"},
+             {"SLURM_NTASKS", "2"},
+             {"SLURM_LOCALID", "0"},
+             {"SLURM_JOB_NODELIST", bad}}),
         "list of hosts in SLURM_JOB_NODELIST"));
   }
 }
@@ -193,8 +213,8 @@ TEST_CASE("missing and malformed variables are named") {
   REQUIRE(contains(refusal({{"RANK", "0"}, {"WORLD_SIZE", "two"}}), "WORLD_SIZE to be an integer"));
   REQUIRE(contains(refusal({{"RANK", "0x1"}, {"WORLD_SIZE", "2"}}), "got '0x1'"));
   REQUIRE(contains(refusal({{"RANK", "0"}, {"WORLD_SIZE", "0"}}), "WORLD_SIZE"));
-  REQUIRE(contains(
-      refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "2"}}), "LOCAL_RANK"));
+  REQUIRE(
+      contains(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "2"}}), "LOCAL_RANK"));
   REQUIRE(contains(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), "MASTER_ADDR"));
   REQUIRE(contains(
       refusal({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", "65536"}}), "MASTER_PORT"));

@@ -39,8 +39,8 @@ void check_layout(
     REQUIRE(used <= bucket.numel);
     REQUIRE(bucket.numel - used < options.world_size * block + block);
     const int64_t limit = b == 0 ? options.first_bucket_bytes : options.bucket_bytes;
-    const auto filled = std::count_if(
-        bucket.parameters.begin(), bucket.parameters.end(), [&](int64_t index) {
+    const auto filled =
+        std::count_if(bucket.parameters.begin(), bucket.parameters.end(), [&](int64_t index) {
           return specs[index].numel > 0;
         });
     if (filled > 1) {
@@ -106,8 +106,7 @@ TEST_CASE("buckets fill in reverse order, the first one small", "[layout]") {
 }
 
 TEST_CASE("a parameter larger than a bucket has one of its own", "[layout]") {
-  const FlatLayout layout =
-      make_layout({{10, 4, 0}, {1000, 4, 0}, {10, 4, 0}}, {2, 256, 256});
+  const FlatLayout layout = make_layout({{10, 4, 0}, {1000, 4, 0}, {10, 4, 0}}, {2, 256, 256});
   REQUIRE(layout.buckets.size() == 3);
   REQUIRE(layout.buckets[1].parameters == std::vector<int64_t>{1});
   REQUIRE(layout.buckets[1].numel == 1024);

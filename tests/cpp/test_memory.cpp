@@ -117,7 +117,8 @@ TEST_CASE("the guard opens what an operation uses, lists and optionals too", "[m
   closed();
   REQUIRE(torch::cat({torch::zeros({1}), tensor}).sum().item<float>() == 4.0F);
   closed();
-  REQUIRE(torch::linear(torch::ones({1, 2}), torch::zeros({4, 2}), tensor).sum().item<float>() == 4.0F);
+  REQUIRE(
+      torch::linear(torch::ones({1, 2}), torch::zeros({4, 2}), tensor).sum().item<float>() == 4.0F);
   closed();
   float elsewhere = 0;
   std::thread([&] { elsewhere = tensor.sum().item<float>(); }).join();

@@ -191,9 +191,7 @@ def test_e13_a_parameter_used_on_one_rank_only() -> None:
 def _step_counts(rank: int, world: int) -> None:
     for stage, bucket in itertools.product(STAGES, (64, 25 * 2**20)):
         model = Free(a=torch.ones(1), b=torch.ones(1))
-        opt = zero.ZeroOptimizer(
-            model, stage=stage, lr=0.1, weight_decay=0.1, bucket_bytes=bucket
-        )
+        opt = zero.ZeroOptimizer(model, stage=stage, lr=0.1, weight_decay=0.1, bucket_bytes=bucket)
         for i in range(1, 6):
             loss = model.a * i
             if i % 2:

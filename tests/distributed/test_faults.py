@@ -64,7 +64,7 @@ def _dies(rank: int, world: int) -> str | None:
 
 
 def test_a_rank_that_dies_is_named() -> None:
-    with pytest.raises(pytest.fail.Exception, match="ranks \\[1\\] gave nothing"):
+    with pytest.raises(pytest.fail.Exception, match=r"ranks \[1\] gave nothing"):
         run(_dies, 2, limit_s=60)
 
 
@@ -75,7 +75,7 @@ def _reports_death(rank: int, world: int) -> str:
 
 
 def test_a_dead_ranks_peer_says_who() -> None:
-    with pytest.raises(pytest.fail.Exception, match="as it should be: .*rank 1"):
+    with pytest.raises(pytest.fail.Exception, match=r"as it should be: .*rank 1"):
         run(_reports_death, 2, limit_s=60)
 
 
@@ -84,8 +84,7 @@ def _late(rank: int, world: int) -> str:
     opt = zero.ZeroOptimizer(model, stage=1, lr=0.1, timeout=2.0)
     if rank == 1:
         time.sleep(6.0)
-    message = _message(lambda: (model(torch.ones(1, 3)).sum().backward(), opt.step()))
-    return message
+    return _message(lambda: (model(torch.ones(1, 3)).sum().backward(), opt.step()))
 
 
 def test_a_late_rank_is_a_timeout_that_names_it() -> None:

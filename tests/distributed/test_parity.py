@@ -103,9 +103,7 @@ def test_bytes_held_and_sent_equal_theory(world: int) -> None:
 def _memory_at_stage_2(rank: int, world: int) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(10)])
     layer = 64 * 64 * 4
-    opt = zero.ZeroOptimizer(
-        model, stage=2, lr=1e-3, bucket_bytes=layer, first_bucket_bytes=layer
-    )
+    opt = zero.ZeroOptimizer(model, stage=2, lr=1e-3, bucket_bytes=layer, first_bucket_bytes=layer)
     for _ in range(3):
         for _ in range(2):  # accumulation keeps the bound
             model(torch.ones(2, 64)).sum().backward()

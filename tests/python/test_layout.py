@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -52,7 +53,7 @@ def test_owned_parts_follow_each_other_and_cover(
         parts = [layout.owned(index, rank) for rank in range(world)]
         covered = [part for part in parts if part[1] > part[0]]
         assert sum(end - begin for begin, end in covered) == numel
-        assert all(a[1] == b[0] for a, b in zip(covered, covered[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(covered))
 
 
 @given(parameters, st.integers(1, 9), sizes)

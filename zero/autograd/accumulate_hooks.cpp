@@ -32,8 +32,8 @@ class AfterHook final : public ta::FunctionPostHook {
  public:
   AfterHook(int64_t index, std::weak_ptr<AccumulateListener> listener)
       : index_(index), listener_(std::move(listener)) {}
-  ta::variable_list
-  operator()(const ta::variable_list& outputs, const ta::variable_list& inputs) override {
+  ta::variable_list operator()(const ta::variable_list& outputs, const ta::variable_list& inputs)
+      override {
     if (const auto listener = listener_.lock();
         listener && !inputs.empty() && inputs[0].defined()) {
       listener->after_accumulate(index_);

@@ -65,9 +65,10 @@ void want_use_guard(bool on) {
     if (shared.registered) {
       at::reenableCallback(shared.handle);
     } else {
-      shared.handle = at::addGlobalCallback(at::RecordFunctionCallback(&before_operation)
-                                                .needsInputs(true)
-                                                .scopes({at::RecordScope::FUNCTION}));
+      shared.handle = at::addGlobalCallback(
+          at::RecordFunctionCallback(&before_operation)
+              .needsInputs(true)
+              .scopes({at::RecordScope::FUNCTION}));
       shared.registered = true;
     }
   } else if (!on && shared.wanted == 0) {

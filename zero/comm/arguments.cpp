@@ -27,33 +27,52 @@ class Checker {
         tensor.defined(), "[zero.comm] expected a tensor as ", name, ", got none", where());
     TORCH_CHECK_VALUE(
         tensor.device().is_cpu(),
-        "[zero.comm] expected ", name, " on the CPU, got it on ", tensor.device(), where(),
+        "[zero.comm] expected ",
+        name,
+        " on the CPU, got it on ",
+        tensor.device(),
+        where(),
         "; this transport moves host memory");
     TORCH_CHECK_VALUE(
         tensor.layout() == at::kStrided && tensor.is_contiguous(),
-        "[zero.comm] expected a contiguous ", name, ", got strides ", tensor.strides(),
-        " for sizes ", tensor.sizes(), where(), "; pass a flat buffer");
+        "[zero.comm] expected a contiguous ",
+        name,
+        ", got strides ",
+        tensor.strides(),
+        " for sizes ",
+        tensor.sizes(),
+        where(),
+        "; pass a flat buffer");
   }
 
   void reduced_type(const at::Tensor& tensor) const {
     const auto type = tensor.scalar_type();
     TORCH_CHECK_TYPE(
         type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf,
-        "[zero.comm] expected float32, float64, bfloat16 or float16 to reduce, got ", type,
+        "[zero.comm] expected float32, float64, bfloat16 or float16 to reduce, got ",
+        type,
         where());
   }
 
   void same_type(const at::Tensor& one, const at::Tensor& other) const {
     TORCH_CHECK_TYPE(
         one.scalar_type() == other.scalar_type(),
-        "[zero.comm] expected one dtype, got ", one.scalar_type(), " and ", other.scalar_type(),
+        "[zero.comm] expected one dtype, got ",
+        one.scalar_type(),
+        " and ",
+        other.scalar_type(),
         where());
   }
 
   void count(const at::Tensor& tensor, const char* name, int64_t expected) const {
     TORCH_CHECK_VALUE(
         tensor.numel() == expected,
-        "[zero.comm] expected ", expected, " elements in ", name, ", got ", tensor.numel(),
+        "[zero.comm] expected ",
+        expected,
+        " elements in ",
+        name,
+        ", got ",
+        tensor.numel(),
         where());
   }
 
@@ -64,13 +83,16 @@ class Checker {
     TORCH_CHECK_VALUE(
         shard_bytes == 0 || shard == own || apart,
         "[zero.comm] expected a shard that is this rank's own slice of the whole buffer or apart "
-        "from it, got one that overlaps other ranks' slices", where());
+        "from it, got one that overlaps other ranks' slices",
+        where());
   }
 
   void reduction(ReduceArguments& arguments, const Reduction& reduction) const {
     TORCH_CHECK_VALUE(
         std::isfinite(reduction.divisor) && reduction.divisor != 0.0,
-        "[zero.comm] expected a finite divisor other than 0, got ", reduction.divisor, where());
+        "[zero.comm] expected a finite divisor other than 0, got ",
+        reduction.divisor,
+        where());
     arguments.divisor = reduction.divisor;
     arguments.addend = reduction.addend;
     if (reduction.addend.defined()) {
@@ -125,8 +147,12 @@ ReduceArguments check_all_reduce(
   check.reduced_type(tensor);
   TORCH_CHECK_VALUE(
       tensor.numel() % place.size == 0,
-      "[zero.comm] expected a multiple of ", place.size, " elements, got ", tensor.numel(),
-      check.where(), "; pad the buffer");
+      "[zero.comm] expected a multiple of ",
+      place.size,
+      " elements, got ",
+      tensor.numel(),
+      check.where(),
+      "; pad the buffer");
 
   ReduceArguments arguments;
   arguments.input = tensor;
@@ -167,7 +193,11 @@ void check_broadcast(const Place& place, const at::Tensor& tensor, int64_t root,
   check.buffer(tensor, "the tensor");
   TORCH_CHECK_VALUE(
       0 <= root && root < place.size,
-      "[zero.comm] expected a root from 0 to ", place.size - 1, ", got ", root, check.where());
+      "[zero.comm] expected a root from 0 to ",
+      place.size - 1,
+      ", got ",
+      root,
+      check.where());
 }
 
 void check_exchange(const Place& place, const at::Tensor& bytes, const Tag& tag) {
@@ -175,10 +205,14 @@ void check_exchange(const Place& place, const at::Tensor& bytes, const Tag& tag)
   check.buffer(bytes, "the message");
   TORCH_CHECK_TYPE(
       bytes.scalar_type() == at::kByte,
-      "[zero.comm] expected a message of uint8, got ", bytes.scalar_type(), check.where());
+      "[zero.comm] expected a message of uint8, got ",
+      bytes.scalar_type(),
+      check.where());
   TORCH_CHECK_VALUE(
       bytes.dim() == 1,
-      "[zero.comm] expected a one-dimensional message, got sizes ", bytes.sizes(), check.where());
+      "[zero.comm] expected a one-dimensional message, got sizes ",
+      bytes.sizes(),
+      check.where());
 }
 
 } // namespace zero::comm

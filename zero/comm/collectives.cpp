@@ -20,15 +20,15 @@ constexpr std::uintptr_t kAlignment = 64;
 
 kernels::Type kernel_type(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat:
-      return kernels::Type::f32;
-    case at::kDouble:
-      return kernels::Type::f64;
-    case at::kBFloat16:
-      return kernels::Type::bf16;
-    default:
-      TORCH_INTERNAL_ASSERT(dtype == at::kHalf);
-      return kernels::Type::f16;
+  case at::kFloat:
+    return kernels::Type::f32;
+  case at::kDouble:
+    return kernels::Type::f64;
+  case at::kBFloat16:
+    return kernels::Type::bf16;
+  default:
+    TORCH_INTERNAL_ASSERT(dtype == at::kHalf);
+    return kernels::Type::f16;
   }
 }
 

@@ -43,9 +43,7 @@ int64_t all_gather(PeerExchange& peers, const GatherArguments& arguments);
 int64_t broadcast(PeerExchange& peers, const at::Tensor& tensor, int64_t root);
 
 // `headers` carry each rank's length, and its message where that is short.
-std::vector<at::Tensor> exchange(
-    PeerExchange& peers,
-    const at::Tensor& bytes,
-    const std::vector<OperationHeader>& headers);
+std::vector<at::Tensor>
+exchange(PeerExchange& peers, const at::Tensor& bytes, const std::vector<OperationHeader>& headers);
 
 } // namespace zero::comm

@@ -54,7 +54,14 @@ std::optional<int64_t> integer(const char* name, int64_t low, int64_t high) {
   const auto [end, error] = std::from_chars(view.data(), view.data() + view.size(), value);
   TORCH_CHECK_VALUE(
       error == std::errc() && end == view.data() + view.size() && low <= value && value <= high,
-      "[zero.comm] expected ", name, " to be an integer from ", low, " to ", high, ", got '", text,
+      "[zero.comm] expected ",
+      name,
+      " to be an integer from ",
+      low,
+      " to ",
+      high,
+      ", got '",
+      text,
       "'; correct or unset it");
   return value;
 }
@@ -63,8 +70,12 @@ int64_t required_integer(const Launcher& launcher, const char* name, int64_t low
   const auto value = integer(name, low, high);
   TORCH_CHECK_VALUE(
       value.has_value(),
-      "[zero.comm] expected the environment variable ", name, ", because ", launcher.rank,
-      " is set, got none; start the program with torchrun, mpirun or srun, or set ", name);
+      "[zero.comm] expected the environment variable ",
+      name,
+      ", because ",
+      launcher.rank,
+      " is set, got none; start the program with torchrun, mpirun or srun, or set ",
+      name);
   return *value;
 }
 
@@ -91,7 +102,10 @@ std::string slurm_address() {
       auto host = comm::first_host(hosts);
       TORCH_CHECK_VALUE(
           !host.empty(),
-          "[zero.comm] expected a list of hosts in ", name, ", got '", hosts,
+          "[zero.comm] expected a list of hosts in ",
+          name,
+          ", got '",
+          hosts,
           "'; set MASTER_ADDR to the address of rank 0's host");
       return host;
     }
@@ -110,8 +124,11 @@ std::string master_address(const Launcher& launcher, int64_t world_size) {
   auto address = std::string_view(launcher.name) == "slurm" ? slurm_address() : std::string();
   TORCH_CHECK_VALUE(
       !address.empty(),
-      "[zero.comm] expected the environment variable MASTER_ADDR, because the ", world_size,
-      " ranks of ", launcher.name, " are not known to be on one host, got none; set MASTER_ADDR "
+      "[zero.comm] expected the environment variable MASTER_ADDR, because the ",
+      world_size,
+      " ranks of ",
+      launcher.name,
+      " are not known to be on one host, got none; set MASTER_ADDR "
       "to the address of rank 0's host on every rank (127.0.0.1 if all are on one)");
   return address;
 }
@@ -128,12 +145,10 @@ LaunchEnvironment read(const Launcher& launcher) {
   LaunchEnvironment environment;
   environment.launcher = launcher.name;
   environment.world_size = required_integer(launcher, launcher.world_size, 1, INT32_MAX);
-  environment.rank =
-      required_integer(launcher, launcher.rank, 0, environment.world_size - 1);
+  environment.rank = required_integer(launcher, launcher.rank, 0, environment.world_size - 1);
   environment.local_rank = local_rank_of(launcher, environment.rank, environment.world_size);
   environment.master_addr = master_address(launcher, environment.world_size);
-  environment.master_port =
-      integer("MASTER_PORT", 1, kLargestPort).value_or(kDefaultPort);
+  environment.master_port = integer("MASTER_PORT", 1, kLargestPort).value_or(kDefaultPort);
   return environment;
 }
 

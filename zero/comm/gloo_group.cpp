@@ -74,15 +74,31 @@ void await_all_ranks(c10d::Store& store, int64_t rank, int64_t size, double time
     TORCH_CHECK_WITH(
         DistBackendError,
         missing.empty(),
-        "[zero.comm] expected ", size, " ranks to meet within ", timeout_seconds,
-        " s, got no sign of rank ", missing, " (rank ", rank, " of ", size,
+        "[zero.comm] expected ",
+        size,
+        " ranks to meet within ",
+        timeout_seconds,
+        " s, got no sign of rank ",
+        missing,
+        " (rank ",
+        rank,
+        " of ",
+        size,
         " waited); all ranks must make their group or optimizer at the same point: see whether "
-        "rank ", missing, " failed before it, or raise the timeout");
+        "rank ",
+        missing,
+        " failed before it, or raise the timeout");
     TORCH_CHECK_WITH(
         DistBackendError,
         false,
-        "[zero.comm] expected ", size, " ranks to meet at their c10d store, got an error from it "
-        "(rank ", rank, " of ", size, "); see whether the rank that serves the store still runs: ",
+        "[zero.comm] expected ",
+        size,
+        " ranks to meet at their c10d store, got an error from it "
+        "(rank ",
+        rank,
+        " of ",
+        size,
+        "); see whether the rank that serves the store still runs: ",
         error.what());
   }
 }
@@ -111,8 +127,13 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     TORCH_CHECK_WITH(
         DistBackendError,
         false,
-        "[zero.comm] expected Gloo to connect ", size, " ranks, got an error (rank ", rank, " of ",
-        size, "); if the hosts have several networks, name the interface in GLOO_SOCKET_IFNAME: ",
+        "[zero.comm] expected Gloo to connect ",
+        size,
+        " ranks, got an error (rank ",
+        rank,
+        " of ",
+        size,
+        "); if the hosts have several networks, name the interface in GLOO_SOCKET_IFNAME: ",
         error.what());
   }
 }
@@ -127,10 +148,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(
   TORCH_CHECK_VALUE(store, "[zero.comm] expected a c10d::Store to meet at, got null");
   TORCH_CHECK_VALUE(
       0 <= rank && rank < world_size && world_size <= std::numeric_limits<int>::max(),
-      "[zero.comm] expected 0 <= rank < world_size, got rank ", rank, " of ", world_size);
+      "[zero.comm] expected 0 <= rank < world_size, got rank ",
+      rank,
+      " of ",
+      world_size);
   const comm::BlockingScope scope;
-  auto own_store = c10::make_intrusive<c10d::PrefixStore>(
-      comm::next_prefix(*store, "group", rank), store);
+  auto own_store =
+      c10::make_intrusive<c10d::PrefixStore>(comm::next_prefix(*store, "group", rank), store);
   auto backend = comm::make_gloo_backend(own_store, rank, world_size, timeout_seconds);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(
       own_store, static_cast<int>(rank), static_cast<int>(world_size));

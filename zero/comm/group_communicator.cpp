@@ -90,9 +90,7 @@ class GroupCommunicator::Operation final : public Work {
 };
 
 GroupCommunicator::GroupCommunicator(std::unique_ptr<PeerExchange> peers)
-    : place_{peers->rank(), peers->size()},
-      peers_(std::move(peers)),
-      worker_([this] { work(); }) {}
+    : place_{peers->rank(), peers->size()}, peers_(std::move(peers)), worker_([this] { work(); }) {}
 
 GroupCommunicator::~GroupCommunicator() {
   const BlockingScope scope;
@@ -106,10 +104,8 @@ GroupCommunicator::~GroupCommunicator() {
   worker_.join();
 }
 
-std::shared_ptr<GroupCommunicator::Operation> GroupCommunicator::submit(
-    const OperationHeader& header,
-    const Tag& tag,
-    Payload payload) {
+std::shared_ptr<GroupCommunicator::Operation>
+GroupCommunicator::submit(const OperationHeader& header, const Tag& tag, Payload payload) {
   auto operation = std::make_shared<Operation>(header, tag, std::move(payload));
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_WITH(DistBackendError, failure_.empty(), after_failure(failure_));
@@ -185,17 +181,17 @@ void GroupCommunicator::count(const OperationHeader& header, int64_t bytes) {
     count.bytes += bytes;
   };
   switch (static_cast<Kind>(header.kind)) {
-    case Kind::reduce_scatter:
-      return add(traffic_.reduce_scatter);
-    case Kind::all_gather:
-      return add(traffic_.all_gather);
-    case Kind::all_reduce:
-      return add(traffic_.all_reduce);
-    case Kind::broadcast:
-      return add(traffic_.broadcast);
-    case Kind::barrier:
-    case Kind::exchange:
-      return; // control messages
+  case Kind::reduce_scatter:
+    return add(traffic_.reduce_scatter);
+  case Kind::all_gather:
+    return add(traffic_.all_gather);
+  case Kind::all_reduce:
+    return add(traffic_.all_reduce);
+  case Kind::broadcast:
+    return add(traffic_.broadcast);
+  case Kind::barrier:
+  case Kind::exchange:
+    return; // control messages
   }
 }
 
@@ -268,8 +264,9 @@ std::vector<at::Tensor> GroupCommunicator::exchange(at::Tensor bytes, Tag tag) {
 }
 
 void GroupCommunicator::barrier(Tag tag) {
-  submit(make_header(Kind::barrier, tag, 0), tag, [](const Headers&) { return int64_t{0}; })
-      ->wait();
+  submit(make_header(Kind::barrier, tag, 0), tag, [](const Headers&) {
+    return int64_t{0};
+  })->wait();
 }
 
 } // namespace zero::comm

@@ -46,8 +46,7 @@ class GroupCommunicator final : public Communicator {
   // Moves an operation's payload; returns the bytes that this rank sent.
   using Payload = std::function<int64_t(const Headers&)>;
 
-  std::shared_ptr<Operation>
-  submit(const OperationHeader& header, const Tag& tag, Payload payload);
+  std::shared_ptr<Operation> submit(const OperationHeader& header, const Tag& tag, Payload payload);
   void work();
   void run(Operation& operation);
   void fail(Operation& operation, std::exception_ptr error) noexcept;

@@ -40,12 +40,21 @@ c10::intrusive_ptr<c10d::Store> connect(
     TORCH_CHECK_WITH(
         DistBackendError,
         false,
-        "[zero.comm] expected ", options.isServer ? "to serve" : "to reach", " the store at ",
-        environment.master_addr, ":", environment.master_port, ", got an error (rank ",
-        environment.rank, " of ", environment.world_size, "); ",
+        "[zero.comm] expected ",
+        options.isServer ? "to serve" : "to reach",
+        " the store at ",
+        environment.master_addr,
+        ":",
+        environment.master_port,
+        ", got an error (rank ",
+        environment.rank,
+        " of ",
+        environment.world_size,
+        "); ",
         options.isServer ? "set MASTER_PORT to a free port of this host"
                          : "see whether rank 0 runs, and MASTER_ADDR and MASTER_PORT",
-        ": ", error.what());
+        ": ",
+        error.what());
   }
   // torchrun's agent keeps its store when it restarts the workers.
   const char* restarts = std::getenv("TORCHELASTIC_RESTART_COUNT");

@@ -28,13 +28,15 @@ std::shared_ptr<Communicator> make_communicator(
   const auto store = group->getStore();
   TORCH_CHECK_VALUE(
       store,
-      "[zero.comm] expected a process group with a c10d::Store, got one without (rank ", rank,
-      " of ", size, "); make it with zero::init(), zero::make_gloo_group() or "
+      "[zero.comm] expected a process group with a c10d::Store, got one without (rank ",
+      rank,
+      " of ",
+      size,
+      "); make it with zero::init(), zero::make_gloo_group() or "
       "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
   const BlockingScope scope;
   const SigpipeBlock no_sigpipe;
-  auto own_store =
-      c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
+  auto own_store = c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
   auto backend = make_gloo_backend(own_store, rank, size, timeout_seconds);
   return std::make_shared<GroupCommunicator>(
       std::make_unique<PeerExchange>(std::move(backend), timeout_seconds));

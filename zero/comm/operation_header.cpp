@@ -64,18 +64,18 @@ std::string describe(const OperationHeader& header, const OperationHeader& other
 
 const char* name_of(Kind kind) {
   switch (kind) {
-    case Kind::reduce_scatter:
-      return "reduce_scatter";
-    case Kind::all_gather:
-      return "all_gather";
-    case Kind::all_reduce:
-      return "all_reduce";
-    case Kind::broadcast:
-      return "broadcast";
-    case Kind::barrier:
-      return "barrier";
-    case Kind::exchange:
-      return "exchange";
+  case Kind::reduce_scatter:
+    return "reduce_scatter";
+  case Kind::all_gather:
+    return "all_gather";
+  case Kind::all_reduce:
+    return "all_reduce";
+  case Kind::broadcast:
+    return "broadcast";
+  case Kind::barrier:
+    return "barrier";
+  case Kind::exchange:
+    return "exchange";
   }
   return "an unknown operation";
 }
@@ -120,12 +120,21 @@ std::string describe_mismatch(
     const OperationHeader& right) {
   if (left.magic != right.magic) {
     return c10::str(
-        "ranks disagree: rank ", left_rank, " and rank ", right_rank,
+        "ranks disagree: rank ",
+        left_rank,
+        " and rank ",
+        right_rank,
         " speak different versions of Zero; install the same version on every host");
   }
   return c10::str(
-      "ranks disagree: rank ", left_rank, " is in ", describe(left, right), ", rank ", right_rank,
-      " is in ", describe(right, left),
+      "ranks disagree: rank ",
+      left_rank,
+      " is in ",
+      describe(left, right),
+      ", rank ",
+      right_rank,
+      " is in ",
+      describe(right, left),
       "; every rank must run the same operations in the same order and with the same sizes: look "
       "for a branch in the model or the training loop that only some ranks take");
 }

@@ -85,8 +85,8 @@ PeerExchange::post(Span span, int64_t peer, int32_t channel, bool is_send) {
     return transfer;
   }
   // The tensor that Gloo holds while the message is in flight holds the owner.
-  std::vector<at::Tensor> message{at::from_blob(
-      span.data, {span.size}, [owner = std::move(span.owner)](void*) {}, at::kByte)};
+  std::vector<at::Tensor> message{
+      at::from_blob(span.data, {span.size}, [owner = std::move(span.owner)](void*) {}, at::kByte)};
   try {
     const auto number = static_cast<int>(peer);
     transfer->work = is_send ? backend_->send(message, number, channel)
@@ -144,8 +144,8 @@ void PeerExchange::wait(const TransferPtr& transfer) {
   }
   if (!completed) {
     // Gloo throws the same type for both.
-    const bool timed_out = Clock::now() - start >= limit &&
-        cause.find("closed by peer") == std::string::npos;
+    const bool timed_out =
+        Clock::now() - start >= limit && cause.find("closed by peer") == std::string::npos;
     fail(*transfer, cause, timed_out);
   }
   transfer->finished = true;
@@ -165,7 +165,14 @@ OperationHeader PeerExchange::receive_header(int64_t peer) {
   TORCH_CHECK_WITH(
       DistBackendError,
       header.kind != OperationHeader::kGaveUp,
-      kPrefix, "rank ", peer, " gave up: ", why_gave_up(header), " (", where(), ")");
+      kPrefix,
+      "rank ",
+      peer,
+      " gave up: ",
+      why_gave_up(header),
+      " (",
+      where(),
+      ")");
   receives.pop_front();
   post_header_receive(peer, transfer->data);
   return header;
@@ -201,16 +208,16 @@ std::vector<OperationHeader> PeerExchange::open(OperationHeader own, std::string
 }
 
 // In rank order, so that every rank finds the same two to name.
-void PeerExchange::compare(
-    const std::vector<OperationHeader>& headers,
-    std::vector<int64_t> ranks) const {
+void PeerExchange::compare(const std::vector<OperationHeader>& headers, std::vector<int64_t> ranks)
+    const {
   std::sort(ranks.begin(), ranks.end());
   const auto first = ranks.front();
   for (const auto rank : ranks) {
     TORCH_CHECK_WITH(
         DistBackendError,
         same_operation(headers[first], headers[rank]),
-        kPrefix, describe_mismatch(first, headers[first], rank, headers[rank]));
+        kPrefix,
+        describe_mismatch(first, headers[first], rank, headers[rank]));
   }
 }
 
@@ -227,7 +234,13 @@ void PeerExchange::fail_interrupted() const {
   TORCH_CHECK_WITH(
       DistBackendError,
       false,
-      kPrefix, "rank ", rank_, " of ", size_, " closed its communicator during ", description_,
+      kPrefix,
+      "rank ",
+      rank_,
+      " of ",
+      size_,
+      " closed its communicator during ",
+      description_,
       "; an optimizer or a module was destroyed before its operations were done");
 }
 
@@ -254,9 +267,19 @@ void PeerExchange::fail(const Transfer& transfer, const std::string& cause, bool
     TORCH_CHECK_WITH(
         DistBackendError,
         false,
-        kPrefix, "rank ", peer, opening_ ? " did not take part in " : " stopped answering in ",
-        description_, " within ", timeout_seconds_, " s (rank ", rank_, " of ", size_,
-        " was waiting); see whether rank ", peer,
+        kPrefix,
+        "rank ",
+        peer,
+        opening_ ? " did not take part in " : " stopped answering in ",
+        description_,
+        " within ",
+        timeout_seconds_,
+        " s (rank ",
+        rank_,
+        " of ",
+        size_,
+        " was waiting); see whether rank ",
+        peer,
         " failed, is stuck or takes another path, or raise the timeout");
   }
   if (const auto why = last_words(peer); !why.empty()) {
@@ -266,8 +289,18 @@ void PeerExchange::fail(const Transfer& transfer, const std::string& cause, bool
   TORCH_CHECK_WITH(
       DistBackendError,
       false,
-      kPrefix, "rank ", peer, " closed its connection during ", description_, " (rank ", rank_,
-      " of ", size_, "); it ended or failed first: see its own error [", first_line(cause), "]");
+      kPrefix,
+      "rank ",
+      peer,
+      " closed its connection during ",
+      description_,
+      " (rank ",
+      rank_,
+      " of ",
+      size_,
+      "); it ended or failed first: see its own error [",
+      first_line(cause),
+      "]");
 }
 
 void PeerExchange::say_farewell(std::string_view why) {
@@ -278,7 +311,9 @@ void PeerExchange::say_farewell(std::string_view why) {
   for (int64_t i = 1; i < size_; ++i) {
     farewells.push_back(post(
         {copy, static_cast<char*>(copy.mutable_data_ptr()), kHeaderBytes},
-        after(i), kHeaderChannel, true));
+        after(i),
+        kHeaderChannel,
+        true));
   }
   const auto deadline = Clock::now() + kFarewellTime;
   for (const auto& farewell : farewells) {

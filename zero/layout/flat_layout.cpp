@@ -14,9 +14,7 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 void check(const std::vector<ParameterSpec>& parameters, const BucketOptions& options) {
   TORCH_CHECK_VALUE(
-      options.world_size >= 1,
-      "[zero.layout] expected world_size >= 1, got ",
-      options.world_size);
+      options.world_size >= 1, "[zero.layout] expected world_size >= 1, got ", options.world_size);
   TORCH_CHECK_VALUE(
       options.bucket_bytes >= 1,
       "[zero.layout] expected bucket_bytes >= 1, got ",
@@ -73,13 +71,10 @@ Range intersect(Range a, Range b) {
 
 Range owned(const Slot& slot, const Bucket& bucket, int64_t rank) {
   const Range common = intersect(slot.range(), bucket.shard(rank));
-  return common.size() > 0 ? Range{common.begin - slot.offset, common.end - slot.offset}
-                           : Range{};
+  return common.size() > 0 ? Range{common.begin - slot.offset, common.end - slot.offset} : Range{};
 }
 
-FlatLayout make_layout(
-    const std::vector<ParameterSpec>& parameters,
-    const BucketOptions& options) {
+FlatLayout make_layout(const std::vector<ParameterSpec>& parameters, const BucketOptions& options) {
   check(parameters, options);
   FlatLayout layout;
   layout.slots.resize(parameters.size());

@@ -83,10 +83,8 @@ SlabView::adopt(at::Tensor& tensor, const at::Tensor& slab, int64_t offset, bool
   return view;
 }
 
-std::pair<at::Tensor, SlabView> SlabView::make(
-    at::IntArrayRef sizes,
-    at::IntArrayRef strides,
-    const at::TensorOptions& options) {
+std::pair<at::Tensor, SlabView>
+SlabView::make(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
   int64_t numel = 1;
   for (const int64_t size : sizes) {
     numel *= size;

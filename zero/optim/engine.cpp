@@ -21,12 +21,12 @@ std::unique_ptr<sharding::GradientStorage> make_storage(
   const double divisor = options.average ? static_cast<double>(communicator->size()) : 1.0;
   const sharding::GradientContext context{table, communicator, account, divisor};
   switch (options.stage) {
-    case 0:
-      return sharding::make_replicated_gradients(context);
-    case 1:
-      return sharding::make_whole_gradients(context);
-    default:
-      return sharding::make_sharded_gradients(context);
+  case 0:
+    return sharding::make_replicated_gradients(context);
+  case 1:
+    return sharding::make_whole_gradients(context);
+  default:
+    return sharding::make_sharded_gradients(context);
   }
 }
 
@@ -44,8 +44,8 @@ Engine::Impl::Impl(const Options& given, std::shared_ptr<comm::Communicator> wit
           options.stage == 0),
       state(table, account) {
   if (options.stage > 0 && communicator->size() > 1) {
-    gather = std::make_unique<sharding::ParameterGather>(
-        table, communicator, &autograd::want_use_guard);
+    gather =
+        std::make_unique<sharding::ParameterGather>(table, communicator, &autograd::want_use_guard);
   }
 }
 
@@ -110,9 +110,8 @@ void Engine::Impl::append(
   for (int64_t i = first; i < table.size(); ++i) {
     const sharding::ParameterEntry& entry = table.entry(i);
     hooks.push_back(
-        entry.trainable
-            ? autograd::hook_accumulation(entry.parameter.tensor, i, weak_from_this())
-            : nullptr);
+        entry.trainable ? autograd::hook_accumulation(entry.parameter.tensor, i, weak_from_this())
+                        : nullptr);
   }
 }
 

@@ -211,8 +211,9 @@ at::Tensor full_grad(ZeroOptimizer& optimizer, const at::Tensor& parameter) {
   return optimizer.engine().full_gradient(index_in(optimizer.engine(), parameter));
 }
 
-std::map<std::string, at::Tensor>
-full_state(ZeroOptimizer& optimizer, const at::Tensor& parameter) {
+std::map<std::string, at::Tensor> full_state(
+    ZeroOptimizer& optimizer,
+    const at::Tensor& parameter) {
   return optimizer.engine().full_state(index_in(optimizer.engine(), parameter));
 }
 

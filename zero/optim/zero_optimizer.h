@@ -111,8 +111,9 @@ class ZERO_API ZeroOptimizer {
 // inspection. full_grad: undefined where there is no gradient.
 ZERO_API at::Tensor full_param(ZeroOptimizer& optimizer, const at::Tensor& parameter);
 ZERO_API at::Tensor full_grad(ZeroOptimizer& optimizer, const at::Tensor& parameter);
-ZERO_API std::map<std::string, at::Tensor>
-full_state(ZeroOptimizer& optimizer, const at::Tensor& parameter);
+ZERO_API std::map<std::string, at::Tensor> full_state(
+    ZeroOptimizer& optimizer,
+    const at::Tensor& parameter);
 
 // What this rank holds and has sent, next to theory, as a table.
 ZERO_API std::string report(ZeroOptimizer& optimizer);

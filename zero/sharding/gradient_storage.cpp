@@ -26,8 +26,7 @@ class WholeGradients : public GradientStorage {
     FlatBuffer& whole = at_bucket(whole_, bucket);
     if (!whole) {
       const BucketEntry& entry = context_.table.bucket(bucket);
-      whole =
-          FlatBuffer(entry.layout.numel, entry.options, Purpose::gradients, context_.account);
+      whole = FlatBuffer(entry.layout.numel, entry.options, Purpose::gradients, context_.account);
     }
     return whole.tensor();
   }
@@ -193,8 +192,8 @@ class ShardedGradients final : public GradientStorage {
     FlatBuffer& shard = at_bucket(shards_, bucket);
     if (!shard) {
       const BucketEntry& entry = context_.table.bucket(bucket);
-      shard = FlatBuffer(
-          entry.layout.shard_numel, entry.options, Purpose::gradients, context_.account);
+      shard =
+          FlatBuffer(entry.layout.shard_numel, entry.options, Purpose::gradients, context_.account);
     }
     return shard;
   }

@@ -62,8 +62,7 @@ void GradientManager::finish_reduction() {
   reduce_late(agreement.late);
   for (int64_t i = 0; i < table_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (table_.entry(i).trainable && agreement.used[i] &&
-        slot.state == GradientState::none) {
+    if (table_.entry(i).trainable && agreement.used[i] && slot.state == GradientState::none) {
       show_reduced(i);
     }
   }
@@ -81,9 +80,8 @@ void GradientManager::reduce_late(const std::vector<bool>& late) {
     wait_for(bucket);
     buckets_[bucket].deferred = true;
   }
-  std::stable_partition(order_.begin(), order_.end(), [this](int64_t bucket) {
-    return !buckets_[bucket].deferred;
-  });
+  std::stable_partition(
+      order_.begin(), order_.end(), [this](int64_t bucket) { return !buckets_[bucket].deferred; });
 }
 
 GradientManager::Agreement GradientManager::agree() {

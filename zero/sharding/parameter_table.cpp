@@ -128,8 +128,8 @@ void ParameterTable::add_buckets(const std::vector<int64_t>& trainable) {
     const at::Tensor& sample = entries_[bucket.parameters.front()].parameter.tensor;
     entry.options = at::TensorOptions().dtype(sample.dtype()).device(sample.device());
     entry.what = describe(bucket_count(), names);
-    entry.values = memory::FlatBuffer(
-        bucket.numel, entry.options, memory::Purpose::parameters, account_);
+    entry.values =
+        memory::FlatBuffer(bucket.numel, entry.options, memory::Purpose::parameters, account_);
     entry.layout = std::move(bucket);
     // One bucket after another, so that at most one is held twice.
     for (const int64_t index : entry.layout.parameters) {

@@ -1,0 +1,24 @@
+"""What report() says and how."""
+
+import pytest
+from small_model import make_model, train
+
+import zero_torch as zero
+
+
+def test_report_has_the_documented_keys():
+    model = make_model()
+    optimizer = zero.ZeroOptimizer(model, stage=1)
+    train(model, optimizer, 2)
+    numbers = zero.report(optimizer).as_dict()
+    kinds = {"parameters", "gradients", "optimizer_state", "buffers"}
+    assert set(numbers) == {"held", "peak", "traffic", "theory"}
+    assert set(numbers["held"]) == set(numbers["peak"]) == set(numbers["theory"]["held"]) == kinds
+    assert set(numbers["traffic"]) == {"reduce_scatter", "all_gather", "all_reduce", "broadcast"}
+    assert set(numbers["theory"]) == {"held", "traffic"}
+    numel = sum(p.numel() for p in model.parameters())
+    assert numbers["theory"]["held"]["optimizer_state"] == 8 * numel
+    assert sum(numbers["traffic"].values()) == numbers["theory"]["traffic"] == 0
+    assert "parameters" in str(zero.report(optimizer))
+    with pytest.raises(TypeError, match="ZeroOptimizer"):
+        zero.report(model)
