@@ -20,9 +20,17 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-STRATEGIES = (
-    "plain plain_fused ddp ddp_fused zero_redundancy fsdp2 zero0 zero1 zero2"  # in this order
-).split()
+STRATEGIES = [
+    "plain",
+    "plain_fused",
+    "ddp",
+    "ddp_fused",
+    "zero_redundancy",
+    "fsdp2",
+    "zero0",
+    "zero1",
+    "zero2",
+]
 MODELS = {
     "small": {"layers": 6, "dim": 256, "batch": 4, "vocab": 1024},  # 5.3 M parameters
     "large": {"layers": 8, "dim": 768, "batch": 1, "context": 64, "vocab": 1024},  # 58 M

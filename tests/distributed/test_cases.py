@@ -262,7 +262,7 @@ def test_e64_rank_0s_values_are_everywhere() -> None:
 
 
 def _message(build: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="rank") as caught:
         build()
     return str(caught.value)
 

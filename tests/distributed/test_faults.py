@@ -14,7 +14,7 @@ import zero_torch as zero
 
 
 def _message(action: object) -> str:
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(Exception, match="rank") as caught:
         action()  # type: ignore[operator]
     return str(caught.value)
 
