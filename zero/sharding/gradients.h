@@ -105,7 +105,7 @@ class GradientManager {
   Agreement agree();
   void reduce_late(const std::vector<bool>& late);
   void adopt_order(const std::vector<int64_t>& order);
-  void end_session();
+  void reset_backward();
   void recover_if_abandoned();
   std::string reduced_message(int64_t index) const;
 

@@ -36,7 +36,7 @@ void GradientManager::end_backward(int64_t backward) {
   if (active_sync_) {
     finish_reduction();
   }
-  end_session();
+  reset_backward();
 }
 
 void GradientManager::abandon(int64_t backward) noexcept {
@@ -134,7 +134,7 @@ GradientManager::Agreement GradientManager::agree() {
   return agreement;
 }
 
-void GradientManager::end_session() {
+void GradientManager::reset_backward() {
   storage_->end_backward();
   for (Slot& slot : slots_) {
     slot.seen = false;
@@ -158,7 +158,7 @@ void GradientManager::recover_if_abandoned() {
   while (!in_flight_.empty()) {
     wait_oldest();
   }
-  end_session();
+  reset_backward();
 }
 
 void GradientManager::flush() {
@@ -171,7 +171,7 @@ void GradientManager::flush() {
     return;
   }
   finish_reduction();
-  end_session();
+  reset_backward();
 }
 
 void GradientManager::zero(bool set_to_none) {
