@@ -134,6 +134,22 @@ def test_e92_heads_trained_in_turn() -> None:
     run(_heads_in_turn, 2)
 
 
+def _state_of_one_rank(rank: int, world: int) -> None:
+    """Only the part of the bucket that rank 0 owns was ever stepped."""
+    for stage in STAGES:
+        a, b = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+        opt = zero.ZeroOptimizer([b, a], stage=stage, lr=0.1)
+        a.sum().backward()
+        opt.step()
+        torch.testing.assert_close(zero.full_state(a)["exp_avg"], torch.full((16,), 0.1))
+        assert zero.full_state(b) == {}
+        assert list(opt.state_dict()["state"]) == [1]
+
+
+def test_state_that_one_rank_holds_alone_is_made_whole() -> None:
+    run(_state_of_one_rank, 2)
+
+
 def _zero_grad_everywhere(rank: int, world: int) -> None:
     for stage in STAGES:
         for by in ("optimizer", "module", "wrapper"):

@@ -1,7 +1,10 @@
 """A small model and its training, for tests against plain torch in one process."""
 
+import pytest
 import torch
 from torch import nn
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def make_model(seed=0):
@@ -24,3 +27,8 @@ def train(model, optimizer, steps, first=0):
         loss_of(model, step).backward()
         optimizer.step()
     return model
+
+
+def assert_equal(ours, theirs):
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from small_model import batch, loss_of, make_model, train
+from small_model import assert_equal, batch, loss_of, make_model, stages, train
 from torch import nn
 
 import zero_torch as zero
@@ -23,12 +23,6 @@ RULES = [
     ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
     ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 ]
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
-
-
-def assert_equal(ours, theirs):
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 @stages

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from small_model import loss_of, make_model, train
+from small_model import assert_equal, loss_of, make_model, stages, train
 from torch import nn
 
 import zero_torch as zero
@@ -16,12 +16,6 @@ RULES = [
     ("sgd", torch.optim.SGD, {"momentum": 0.9}),
     ("sgd", torch.optim.SGD, {}),
 ]
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
-
-
-def assert_equal(ours, theirs):
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 @stages

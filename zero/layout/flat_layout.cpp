@@ -69,9 +69,13 @@ Range intersect(Range a, Range b) {
   return common.size() > 0 ? common : Range{};
 }
 
-Range owned(const Slot& slot, const Bucket& bucket, int64_t rank) {
-  const Range common = intersect(slot.range(), bucket.shard(rank));
+Range within(const Slot& slot, Range held) {
+  const Range common = intersect(slot.range(), held);
   return common.size() > 0 ? Range{common.begin - slot.offset, common.end - slot.offset} : Range{};
+}
+
+Range owned(const Slot& slot, const Bucket& bucket, int64_t rank) {
+  return within(slot, bucket.shard(rank));
 }
 
 FlatLayout make_layout(const std::vector<ParameterSpec>& parameters, const BucketOptions& options) {

@@ -66,7 +66,9 @@ struct FlatLayout {
   std::vector<Bucket> buckets = {};
 };
 
-// The part of a parameter that a rank owns, as elements of the parameter.
+// The part of a parameter that lies in a range of its bucket, as elements of the
+// parameter; and the part that a rank owns.
+ZERO_API Range within(const Slot& slot, Range held);
 ZERO_API Range owned(const Slot& slot, const Bucket& bucket, int64_t rank);
 
 // Fills buckets in reverse order of registration (backward produces gradients

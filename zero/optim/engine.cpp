@@ -153,14 +153,18 @@ void Engine::Impl::publish(int64_t bucket) {
 
 layout::Range Engine::Impl::updated(int64_t index) const {
   const sharding::ParameterEntry& entry = table.entry(index);
-  if (!entry.trainable) {
+  return entry.trainable ? layout::within(entry.slot, gradients.reduced_range(entry.slot.bucket))
+                         : layout::Range{};
+}
+
+layout::Range Engine::Impl::held(int64_t index) const {
+  const layout::Range part = updated(index);
+  if (part.size() == 0) {
     return {};
   }
-  const layout::Range common =
-      layout::intersect(entry.slot.range(), gradients.reduced_range(entry.slot.bucket));
-  return common.size() > 0
-      ? layout::Range{common.begin - entry.slot.offset, common.end - entry.slot.offset}
-      : layout::Range{};
+  const layout::Slot& slot = table.entry(index).slot;
+  const int64_t shift = slot.offset - gradients.reduced_range(slot.bucket).begin;
+  return {part.begin + shift, part.end + shift};
 }
 
 const sharding::ParameterEntry& Engine::Impl::checked(int64_t index) const {
@@ -291,15 +295,11 @@ at::Tensor Engine::shard_parameter(int64_t index) {
 
 at::Tensor Engine::shard_gradient(int64_t index) {
   const sharding::ParameterEntry& entry = impl_->checked(index);
-  const layout::Range part = impl_->updated(index);
   if (!impl_->gradients.has_gradient(index)) {
     return {};
   }
-  const int64_t held = impl_->gradients.reduced_range(entry.slot.bucket).begin;
-  return memory::flat_view(
-      impl_->gradients.reduced(entry.slot.bucket),
-      part.size() == 0 ? 0 : entry.slot.offset + part.begin - held,
-      part.size());
+  const layout::Range held = impl_->held(index);
+  return memory::flat_view(impl_->gradients.reduced(entry.slot.bucket), held.begin, held.size());
 }
 
 void Engine::zero_grad(bool set_to_none) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// The engine's parts. Which managers exist is decided by the stage, once, in
-// make_parts(); nothing else asks for it.
+// The engine's parts. Which managers exist is decided by the stage, once, in the
+// constructor.
 
 #include <memory>
 #include <vector>
@@ -36,6 +36,8 @@ struct Engine::Impl final : autograd::AccumulateListener,
   bool any_gradient(int64_t bucket) const;
   // The part of a parameter that this rank updates, as elements of it.
   layout::Range updated(int64_t index) const;
+  // The same part, as elements of the bucket's reduced gradient and of its state.
+  layout::Range held(int64_t index) const;
   const sharding::ParameterEntry& checked(int64_t index) const;
 
   const Options options;

@@ -105,13 +105,11 @@ std::map<std::string, at::Tensor> Engine::full_state(int64_t index) {
   if (steps == 0) {
     return whole;
   }
-  const layout::Range part = impl_->updated(index);
-  const int64_t held = impl_->gradients.reduced_range(entry.slot.bucket).begin;
-  // Copies: existing() may be empty on a rank without a part.
-  const std::vector<std::string> names = impl_->state.names(entry.slot.bucket);
+  const layout::Range held = impl_->held(index);
+  const std::vector<std::string>& names = impl_->state.names(entry.slot.bucket);
   for (size_t k = 0; k < names.size(); ++k) {
-    const at::Tensor flat = impl_->state.existing(entry.slot.bucket)[k].view(
-        part.size() == 0 ? 0 : entry.slot.offset + part.begin - held, part.size());
+    const at::Tensor flat =
+        impl_->state.existing(entry.slot.bucket)[k].view(held.begin, held.size());
     whole[names[k]] = unshard(index, flat);
   }
   whole["step"] = at::full({}, static_cast<double>(steps), at::kFloat);
@@ -134,12 +132,11 @@ void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tens
     }
   }
   impl_->state.step_count(index) = steps;
-  const layout::Range part = impl_->updated(index);
-  const layout::Range held = impl_->gradients.reduced_range(entry.slot.bucket);
-  const auto& tensors = impl_->state.tensors(entry.slot.bucket, names, held.size());
-  const int64_t begin = part.size() == 0 ? 0 : entry.slot.offset + part.begin - held.begin;
+  const layout::Range held = impl_->held(index);
+  const auto& tensors = impl_->state.tensors(
+      entry.slot.bucket, names, impl_->gradients.reduced_range(entry.slot.bucket).size());
   for (size_t k = 0; k < tensors.size(); ++k) {
-    at::Tensor flat = tensors[k].view(begin, part.size());
+    at::Tensor flat = tensors[k].view(held.begin, held.size());
     if (state.empty()) {
       flat.zero_();
     } else {

@@ -84,12 +84,11 @@ void native_step(
       ++state.step_count(parameter);
     }
   }
-  if (steps.empty()) {
-    return;
-  }
+  // Also where nothing of this rank's is stepped: state exists on all ranks or none,
+  // so that all take part when it is made whole.
+  const auto& tensors = state.tensors(bucket, sharding::state_names(rule), held.size());
   const at::Tensor& values = table.bucket(bucket).values.tensor();
   const at::Tensor reduced = gradients.reduced(bucket);
-  const auto& tensors = state.tensors(bucket, sharding::state_names(rule), held.size());
   const kernels::Type type = kernel_type(values.scalar_type());
   for (const Run& run : steps) {
     const int64_t begin = run.range.begin - held.begin;

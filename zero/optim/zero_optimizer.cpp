@@ -1,5 +1,6 @@
 #include <zero/optim/zero_optimizer.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>

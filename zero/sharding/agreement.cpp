@@ -1,5 +1,6 @@
 #include <zero/sharding/agreement.h>
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 

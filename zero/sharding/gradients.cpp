@@ -3,7 +3,6 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
 
 namespace zero::sharding {
 

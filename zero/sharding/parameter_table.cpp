@@ -147,11 +147,6 @@ int64_t ParameterTable::index_of(const at::Tensor& tensor) const {
   return found == index_.end() ? -1 : found->second;
 }
 
-layout::Range ParameterTable::owned(int64_t index) const {
-  const layout::Slot& slot = entries_[index].slot;
-  return layout::owned(slot, buckets_[slot.bucket].layout, rank_);
-}
-
 int64_t ParameterTable::padding_bytes() const {
   int64_t bytes = 0;
   for (const BucketEntry& bucket : buckets_) {

@@ -85,8 +85,6 @@ class ParameterTable {
   layout::Range shard(int64_t bucket) const {
     return buckets_[bucket].layout.shard(rank_);
   }
-  // This rank's part of a parameter, as elements of the parameter.
-  layout::Range owned(int64_t index) const;
   int64_t padding_bytes() const;
 
   // Parameters that the user moved to other storage (`p.data = x`) come back
