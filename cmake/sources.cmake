@@ -3,6 +3,7 @@
 set(ZERO_SOURCES
     zero/autograd/accumulate_hooks.cpp
     zero/autograd/backward_end.cpp
+    zero/autograd/operation_traits.cpp
     zero/autograd/use_guard.cpp
     zero/comm/arguments.cpp
     zero/comm/blocking.cpp
@@ -17,12 +18,17 @@ set(ZERO_SOURCES
     zero/comm/operation_header.cpp
     zero/comm/peer_exchange.cpp
     zero/layout/flat_layout.cpp
+    zero/layout/units.cpp
     zero/memory/account.cpp
     zero/memory/flat_buffer.cpp
+    zero/memory/slab_pool.cpp
     zero/memory/slab_view.cpp
+    zero/nn/module_tree.cpp
     zero/optim/engine.cpp
+    zero/optim/engine_build.cpp
     zero/optim/engine_inspect.cpp
     zero/optim/engine_report.cpp
+    zero/optim/engine_units.cpp
     zero/optim/gradient_norm.cpp
     zero/optim/native_step.cpp
     zero/optim/runs.cpp
@@ -34,7 +40,10 @@ set(ZERO_SOURCES
     zero/sharding/gradients_end.cpp
     zero/sharding/optimizer_state.cpp
     zero/sharding/parameter_gather.cpp
-    zero/sharding/parameter_table.cpp)
+    zero/sharding/parameter_table.cpp
+    zero/sharding/parameters.cpp
+    zero/sharding/parameters_whole.cpp
+    zero/sharding/unit_schedule.cpp)
 
 set(ZERO_KERNEL_SOURCES
     csrc/kernels/dispatch.cpp
@@ -47,7 +56,8 @@ set(ZERO_BINDING_SOURCES
     csrc/bindings/engine.cpp
     csrc/bindings/layout.cpp
     csrc/bindings/module.cpp
-    csrc/bindings/options.cpp)
+    csrc/bindings/options.cpp
+    csrc/bindings/unit_hook.cpp)
 
 set(ZERO_TEST_SOURCES
     tests/cpp/test_comm.cpp
@@ -57,4 +67,6 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_launch_environment.cpp
     tests/cpp/test_layout.cpp
     tests/cpp/test_memory.cpp
-    tests/cpp/test_parity.cpp)
+    tests/cpp/test_parity.cpp
+    tests/cpp/test_stage3.cpp
+    tests/cpp/test_units.cpp)

@@ -29,8 +29,6 @@ void not_built(const char* name, const std::optional<std::string>& value) {
 }
 
 void check_unbuilt(const Options& options) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      options.stage != 3, "[zero.options] stage=3 is not built yet; use stage 0, 1 or 2");
   not_built("param_dtype", options.param_dtype);
   not_built("reduce_dtype", options.reduce_dtype);
   not_built("output_dtype", options.output_dtype);

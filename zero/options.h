@@ -17,7 +17,7 @@ namespace zero {
 
 struct Options {
   // ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too,
-  // 3 parameters too (not built yet).
+  // 3 parameters too.
   int64_t stage = 1;
   // Gradients are reduced in buckets of about this many bytes ...
   int64_t bucket_bytes = 25 * 1024 * 1024;
@@ -29,8 +29,9 @@ struct Options {
   std::string reshard_after_forward = "true";
   // Stage 3: names of the modules that are gathered together.
   std::vector<std::string> units = {};
-  // Stage 3: smaller units are merged with a neighbour.
-  int64_t min_unit_numel = 0;
+  // Stage 3: units smaller than this many elements are merged with a neighbour; a
+  // gather of a few bytes costs as much as one of many.
+  int64_t min_unit_numel = 8192;
   // Stage 3: most elements gathered at once; unlimited when unset.
   std::optional<int64_t> max_live_numel = {};
   // Mixed precision (not built yet): names of dtypes.

@@ -3,6 +3,7 @@
 
 #include "bindings.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -15,14 +16,16 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Parameters = std::vector<std::tuple<std::string, at::Tensor, int64_t>>;
+using Parameters = std::vector<std::tuple<std::string, at::Tensor, int64_t, int64_t>>;
+using Materialize = std::function<std::vector<at::Tensor>(int64_t)>;
 using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
 
 std::vector<NamedParameter> named(Parameters parameters) {
   std::vector<NamedParameter> result;
   result.reserve(parameters.size());
-  for (auto& [name, tensor, group] : parameters) {
-    result.push_back({.name = std::move(name), .tensor = std::move(tensor), .group = group});
+  for (auto& [name, tensor, group, unit] : parameters) {
+    result.push_back(
+        {.name = std::move(name), .tensor = std::move(tensor), .group = group, .unit = unit});
   }
   return result;
 }
@@ -31,12 +34,28 @@ std::shared_ptr<Engine> create(
     Parameters parameters,
     Buffers buffers,
     const Options& options,
-    const std::optional<Group>& group) {
+    const std::optional<Group>& group,
+    std::vector<std::string> unit_names,
+    const std::optional<Materialize>& materialize,
+    std::vector<int64_t> order) {
+  const Group ranks = group.value_or(Group());
+  auto communicator = comm::make_communicator(ranks, options.timeout);
+  Units units{.names = std::move(unit_names), .order = std::move(order)};
+  if (options.stage == 3) {
+    units.gathers = comm::make_communicator(ranks, options.timeout);
+  }
+  if (materialize) {
+    units.materialize = [&materialize](int64_t unit) {
+      const py::gil_scoped_acquire acquire;
+      return (*materialize)(unit);
+    };
+  }
   return Engine::create(
       named(std::move(parameters)),
       std::move(buffers),
       options,
-      comm::make_communicator(group.value_or(Group()), options.timeout));
+      std::move(communicator),
+      units);
 }
 
 py::dict bytes_of(const memory::Usage& usage) {
@@ -90,11 +109,15 @@ void bind_identity(EngineClass& engine) {
           py::arg("buffers"),
           py::arg("options"),
           py::arg("group"),
+          py::arg("unit_names") = std::vector<std::string>{""},
+          py::arg("materialize") = std::nullopt,
+          py::arg("order") = std::vector<int64_t>{},
           NoGil(),
-          "[collective] The engine of `parameters` (name, tensor, group index), with rank 0's "
-          "values\n"
-          "of them and of `buffers`, over a private group with the members of `group` (None: one\n"
-          "rank). Raises before any change when ranks differ, naming the first difference.")
+          "[collective] The engine of `parameters` (name, tensor, group index, unit index), with\n"
+          "rank 0's values of them and of `buffers`, over private groups with the members of\n"
+          "`group` (None: one rank). `materialize(unit)` gives the parameters of a unit values, in\n"
+          "the `order` of units given. Raises before any change when ranks differ, naming the\n"
+          "first difference.")
       .def(
           "add_parameters",
           [](Engine& self, Parameters parameters) {
@@ -131,7 +154,7 @@ void bind_training(EngineClass& engine) {
           &Engine::set_gradient_stand_ins,
           py::arg("stand_ins"),
           NoGil(),
-          "Stages 1 and 2: what `.grad` is once it was reduced, by parameter.")
+          "Stages 1 to 3: what `.grad` is once it was reduced, by parameter.")
       .def(
           "set_requires_gradient_sync",
           &Engine::set_requires_gradient_sync,
@@ -199,6 +222,53 @@ void bind_training(EngineClass& engine) {
           "Waits until the parameters of the last step have arrived. Starts no transfer.");
 }
 
+void bind_units(EngineClass& engine) {
+  engine
+      .def(
+          "enter_unit",
+          &Engine::enter_unit,
+          py::arg("unit"),
+          NoGil(),
+          "[collective] Before a forward of a unit's module: gathers it.")
+      .def("leave_unit", &Engine::leave_unit, py::arg("unit"), NoGil(), "After that forward.")
+      .def(
+          "enter_forward",
+          &Engine::enter_forward,
+          NoGil(),
+          "From here operations gather the sharded parameters that they read.")
+      .def("leave_forward", &Engine::leave_forward, NoGil(), "Until here.")
+      .def(
+          "hold",
+          &Engine::hold,
+          py::arg("indices"),
+          py::arg("writable"),
+          NoGil(),
+          "[collective] Makes the units of parameters whole.")
+      .def(
+          "let_go",
+          &Engine::let_go,
+          py::arg("indices"),
+          py::arg("writable"),
+          NoGil(),
+          "Ends a hold() with the same arguments. [collective] when writable: rank 0's values go\n"
+          "to all ranks.")
+      .def("unshard_all", &Engine::unshard_all, NoGil(), "[collective] Makes all units whole.")
+      .def("reshard_all", &Engine::reshard_all, NoGil(), "Ends unshard_all().")
+      .def(
+          "begin_load",
+          &Engine::begin_load,
+          py::arg("index"),
+          NoGil(),
+          "Gives a parameter memory that may be written; end_load() keeps this rank's part.")
+      .def("end_load", &Engine::end_load, py::arg("index"), NoGil())
+      .def(
+          "release_parameters",
+          &Engine::release_parameters,
+          NoGil(),
+          "[collective] Makes the parameters ordinary whole tensors again.")
+      .def("unit_names", &Engine::unit_names, NoGil(), "The root's is empty.");
+}
+
 void bind_inspection(EngineClass& engine) {
   engine
       .def(
@@ -206,7 +276,7 @@ void bind_inspection(EngineClass& engine) {
           &Engine::full_parameter,
           py::arg("index"),
           NoGil(),
-          "[collective at stages 1 and 2] The whole parameter.")
+          "[collective at stages 1 to 3] The whole parameter.")
       .def(
           "full_gradient",
           [](Engine& self, int64_t index) -> std::optional<at::Tensor> {
@@ -215,13 +285,13 @@ void bind_inspection(EngineClass& engine) {
           },
           py::arg("index"),
           NoGil(),
-          "[collective at stages 1 and 2] The whole reduced gradient; None when there is none.")
+          "[collective at stages 1 to 3] The whole reduced gradient; None when there is none.")
       .def(
           "full_state",
           &Engine::full_state,
           py::arg("index"),
           NoGil(),
-          "[collective at stages 1 and 2] Whole state of a native rule, by name; empty before a "
+          "[collective at stages 1 to 3] Whole state of a native rule, by name; empty before a "
           "step.")
       .def(
           "load_full_state",
@@ -236,7 +306,7 @@ void bind_inspection(EngineClass& engine) {
           py::arg("index"),
           py::arg("shard"),
           NoGil(),
-          "[collective at stages 1 and 2] A tensor of the shape of shard_parameter() made whole.")
+          "[collective at stages 1 to 3] A tensor of the shape of shard_parameter() made whole.")
       .def(
           "shard",
           &Engine::shard,
@@ -293,6 +363,7 @@ void init_engine(py::module_& module) {
   EngineClass engine(module, "Engine", "What carries a model through training; one per model.");
   bind_identity(engine);
   bind_training(engine);
+  bind_units(engine);
   bind_inspection(engine);
   bind_agreement(engine);
 }

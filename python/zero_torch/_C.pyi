@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'Options', 'SGD', 'Slot', 'launch_environment', 'make_layout', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -56,6 +56,29 @@ class FlatLayout:
         ...
     @property
     def slots(self) -> list[Slot]:
+        ...
+class ModuleSpec:
+    """
+    One module of a tree, for make_units().
+    """
+    def __init__(self, *, name: str, parent: typing.SupportsInt | typing.SupportsIndex, type: str, list: bool = False, chosen: bool = False, parameters: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [], called: bool = True) -> None:
+        ...
+class UnitLayout:
+    """
+    Which modules are gathered together.
+    """
+    @property
+    def names(self) -> list[str]:
+        """
+        By unit; the first is the root's, ''.
+        """
+    @property
+    def unit_of_module(self) -> list[int]:
+        """
+        By module: the unit whose forward it is, else -1.
+        """
+    @property
+    def unit_of_parameter(self) -> list[int]:
         ...
 class Options:
     """
@@ -254,23 +277,29 @@ class Engine:
     What carries a model through training; one per model.
     """
     @staticmethod
-    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None) -> Engine:
+    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None, unit_names: collections.abc.Sequence[str] = [''], materialize: collections.abc.Callable[[typing.SupportsInt | typing.SupportsIndex], list[torch.Tensor]] | None = None, order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> Engine:
         """
-        [collective] The engine of `parameters` (name, tensor, group index), with rank 0's values
-        of them and of `buffers`, over a private group with the members of `group` (None: one
-        rank). Raises before any change when ranks differ, naming the first difference.
+        [collective] The engine of `parameters` (name, tensor, group index, unit index), with
+        rank 0's values of them and of `buffers`, over private groups with the members of
+        `group` (None: one rank). `materialize(unit)` gives the parameters of a unit values, in
+        the `order` of units given. Raises before any change when ranks differ, naming the
+        first difference.
         """
     def account_foreign_state(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Bytes of optimizer state that a rule outside the engine holds on this rank.
         """
-    def add_parameters(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex]]) -> None:
+    def add_parameters(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]) -> None:
         """
         [collective] More parameters, in a new group.
         """
     def agree_any(self, value: bool) -> bool:
         """
         [collective] Whether any rank says true.
+        """
+    def begin_load(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Gives a parameter memory that may be written; end_load() keeps this rank's part.
         """
     def begin_step(self) -> None:
         """
@@ -288,9 +317,19 @@ class Engine:
         """
         [collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.
         """
+    def end_load(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
     def end_step(self) -> None:
         """
         [collective] Closes it: what was written to shard_parameter() goes to all ranks.
+        """
+    def enter_forward(self) -> None:
+        """
+        From here operations gather the sharded parameters that they read.
+        """
+    def enter_unit(self, unit: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        [collective] Before a forward of a unit's module: gathers it.
         """
     def exchange(self, bytes: torch.Tensor) -> list[torch.Tensor]:
         """
@@ -298,23 +337,40 @@ class Engine:
         """
     def full_gradient(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor | None:
         """
-        [collective at stages 1 and 2] The whole reduced gradient; None when there is none.
+        [collective at stages 1 to 3] The whole reduced gradient; None when there is none.
         """
     def full_parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
         """
-        [collective at stages 1 and 2] The whole parameter.
+        [collective at stages 1 to 3] The whole parameter.
         """
     def full_state(self, index: typing.SupportsInt | typing.SupportsIndex) -> dict[str, torch.Tensor]:
         """
-        [collective at stages 1 and 2] Whole state of a native rule, by name; empty before a step.
+        [collective at stages 1 to 3] Whole state of a native rule, by name; empty before a step.
         """
     def grad_norm(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> float:
         """
         [collective] The norm of the whole gradient; the same bits on every rank.
         """
+    def hold(self, indices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], writable: bool) -> None:
+        """
+        [collective] Makes the units of parameters whole.
+        """
     def index_of(self, parameter: torch.Tensor) -> int:
         """
         The index of a managed parameter; -1 for any other tensor.
+        """
+    def leave_forward(self) -> None:
+        """
+        Until here.
+        """
+    def leave_unit(self, unit: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        After that forward.
+        """
+    def let_go(self, indices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], writable: bool) -> None:
+        """
+        Ends a hold() with the same arguments. [collective] when writable: rank 0's values go
+        to all ranks.
         """
     def load_full_state(self, index: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Mapping[str, torch.Tensor]) -> None:
         """
@@ -328,6 +384,10 @@ class Engine:
         """
         How many parameters it manages.
         """
+    def release_parameters(self) -> None:
+        """
+        [collective] Makes the parameters ordinary whole tensors again.
+        """
     def report(self) -> dict[str, typing.Any]:
         """
         What is held, was held at most and was sent, in bytes, beside theory.
@@ -338,9 +398,13 @@ class Engine:
         """
     def requires_gradient_sync(self) -> bool:
         ...
+    def reshard_all(self) -> None:
+        """
+        Ends unshard_all().
+        """
     def set_gradient_stand_ins(self, stand_ins: collections.abc.Sequence[torch.Tensor]) -> None:
         """
-        Stages 1 and 2: what `.grad` is once it was reduced, by parameter.
+        Stages 1 to 3: what `.grad` is once it was reduced, by parameter.
         """
     def set_requires_gradient_sync(self, sync: bool) -> None:
         """
@@ -370,9 +434,17 @@ class Engine:
         """
         [collective] Reduces what backward left unreduced and waits for every transfer.
         """
+    def unit_names(self) -> list[str]:
+        """
+        The root's is empty.
+        """
     def unshard(self, index: typing.SupportsInt | typing.SupportsIndex, shard: torch.Tensor) -> torch.Tensor:
         """
-        [collective at stages 1 and 2] A tensor of the shape of shard_parameter() made whole.
+        [collective at stages 1 to 3] A tensor of the shape of shard_parameter() made whole.
+        """
+    def unshard_all(self) -> None:
+        """
+        [collective] Makes all units whole.
         """
     def wait_parameters(self) -> None:
         """
@@ -389,6 +461,18 @@ class Engine:
     @property
     def world_size(self) -> int:
         ...
+class UnitHook:
+    """
+    A forward hook of a unit's module.
+    """
+    def __call__(self, *args) -> None:
+        ...
+    def __deepcopy__(self, arg0: dict) -> typing.Any:
+        ...
+    def __init__(self, engine: Engine, unit: typing.SupportsInt | typing.SupportsIndex, enters: bool) -> None:
+        ...
+    def __reduce_ex__(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> typing.Any:
+        ...
 def launch_environment() -> LaunchEnvironment | None:
     """
     What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.
@@ -398,6 +482,12 @@ def make_layout(parameters: collections.abc.Sequence[tuple[typing.SupportsInt | 
     """
     The layout of (numel, itemsize, family) triples; only one family shares a bucket.
     Raises ValueError on a size or count out of range.
+    """
+def make_units(modules: collections.abc.Sequence[ModuleSpec], numels: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], by_default: bool, min_unit_numel: typing.SupportsInt | typing.SupportsIndex) -> UnitLayout:
+    """
+    The units of a tree of modules in preorder; numels are the parameters' sizes.
+    by_default: the repeated children of lists; else the chosen modules.
+    Raises ValueError on a parent that does not come first and on an index out of range.
     """
 def validate_rule(rule: AdamW | Adam | SGD) -> None:
     """

@@ -15,8 +15,9 @@ from . import _abi
 _abi.check()
 
 from .config import ZeroConfig  # noqa: E402
+from .deferred import deferred_init  # noqa: E402
 from .init import init  # noqa: E402
-from .inspect import full_grad, full_param, full_state, gathered  # noqa: E402
+from .inspect import full_grad, full_param, full_state, gathered, unwrap  # noqa: E402
 from .module import ZeroModule  # noqa: E402
 from .optimizer import ZeroOptimizer  # noqa: E402
 from .report import report  # noqa: E402
@@ -26,6 +27,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroModule",
     "ZeroOptimizer",
+    "deferred_init",
     "full_grad",
     "full_param",
     "full_state",
@@ -35,4 +37,5 @@ __all__ = [
     "optimizer_state_dict",
     "report",
     "state_dict",
+    "unwrap",
 ]

@@ -4,29 +4,100 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, _registry, gradients
+from . import _C, _hooks, _registry, gradients
 from ._parameters import Collected
+from ._units import Found, find_units
 from ._watch import ModuleWatch
 from .config import ZeroConfig, to_options
+from .deferred import Materializer
 from .init import default_group
 
 
+def prepare(target: Any, stage: Any, init_fn: Any, init_from: Any) -> Materializer | None:
+    """What a module without storage is materialized by: here at stages 0-2, later at stage 3.
+
+    None when there is nothing left to do. Not collective; raises for what can't be initialized.
+    """
+    if not isinstance(target, nn.Module):
+        if init_fn is not None or init_from is not None:
+            raise TypeError("init_fn and init_from need a module as target")
+        return None
+    materializer = Materializer(target, init_fn=init_fn, init_from=init_from)
+    if not materializer.needed:
+        if init_fn is not None or init_from is not None:
+            raise ValueError(
+                "init_fn and init_from are for a model without storage, and this one has values; "
+                "build it under zero_torch.deferred_init()"
+            )
+        return None
+    materializer.check()
+    if stage == 3:
+        return materializer
+    materializer.materialize([name for name, _ in target.named_parameters()])
+    materializer.finish()
+    return None
+
+
 def make_engine(
-    collected: Collected, config: ZeroConfig, stage: Any, process_group: Any
+    target: Any,
+    collected: Collected,
+    config: ZeroConfig,
+    stage: Any,
+    process_group: Any,
+    materializer: Materializer | None = None,
 ) -> _C.Engine:
-    """The engine of collected parameters. Collective; everything local is checked before."""
+    """The engine of collected parameters. Collective; everything local is checked before.
+
+    Parameters without storage are materialized unit by unit; ``collected`` has them then.
+    """
     options = to_options(config, stage, collected.ignored)
     named = collected.named()
     _registry.refuse_managed((name, parameter) for name, parameter, _ in named)
+    module = target if isinstance(target, nn.Module) else None
+    if options.stage == 3 and module is None:
+        raise TypeError(
+            "expected an nn.Module at stage 3, whose forward says when parameters are needed; "
+            f"got {type(target).__name__}: pass the module, or use stage 0, 1 or 2"
+        )
+    found = find_units(module, named, config) if options.stage == 3 else Found([""], [], [])
+    of_parameter = found.of_parameter or [0] * len(named)
     group = _checked_group(process_group)
     if group is None:
         group = default_group(config.timeout)
-    engine = _C.Engine.create(named, collected.buffers, options, group)
+    parameters = [(*item, unit) for item, unit in zip(named, of_parameter, strict=True)]
+    if materializer is None:
+        engine = _C.Engine.create(parameters, collected.buffers, options, group, found.names)
+    else:
+        engine = _create_deferred(materializer, parameters, options, group, found)
+        collected.replace([engine.parameter(index)[1] for index in range(len(named))])
     gradients.install(engine)
+    if module is not None and options.stage == 3:
+        _hooks.attach(engine, module, found)
     _registry.add(engine)
+    return engine
+
+
+def _create_deferred(
+    materializer: Materializer,
+    parameters: list[tuple[str, torch.Tensor, int, int]],
+    options: _C.Options,
+    group: Any,
+    found: Found,
+) -> _C.Engine:
+    names = [[name for name, _, _, u in parameters if u == unit] for unit in range(len(found.names))]
+
+    def materialize(unit: int) -> list[torch.Tensor]:
+        values = materializer.materialize(names[unit])
+        return [values[name] for name in names[unit]]
+
+    order = materializer.order(names)
+    engine = _C.Engine.create(parameters, [], options, group, found.names, materialize, order)
+    materializer.finish()
+    engine.broadcast(list(materializer.module.buffers()), 0)
     return engine
 
 

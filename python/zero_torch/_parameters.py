@@ -39,9 +39,20 @@ class Collected:
             for name, item in zip(names, group["params"], strict=True)
         ]
 
+    def replace(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Other tensors in place of the parameters, in order."""
+        rest = iter(parameters)
+        for group in self.groups:
+            group["params"] = [
+                (item[0], next(rest)) if isinstance(item, tuple) else next(rest)
+                for item in group["params"]
+            ]
 
-def collect(target: Any, ignored_params: Any = ()) -> Collected:
+
+def collect(target: Any, ignored_params: Any = (), *, deferred: bool = False) -> Collected:
     """The parameters of a module, or of an iterable of parameters, (name, parameter) or groups.
+
+    ``deferred``: parameters and buffers without storage are allowed.
 
     A parameter that a module holds in several places counts once, under its first name.
     Raises TypeError or ValueError naming the parameter that can't be sharded.
@@ -53,9 +64,10 @@ def collect(target: Any, ignored_params: Any = ()) -> Collected:
     else:
         collected = _collect_iterable(target)
     _drop_ignored(collected, ignored_params)
-    check(collected.named())
+    check(collected.named(), deferred=deferred)
     for name, buffer in collected.buffers:
-        _check_materialized(f"buffer '{name}'", buffer)
+        if not deferred:
+            _check_materialized(f"buffer '{name}'", buffer)
     return collected
 
 
@@ -74,14 +86,14 @@ def collect_group(group: Any, index: int, names: dict[int, str]) -> Collected:
     return collected
 
 
-def check(parameters: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+def check(parameters: Sequence[tuple[str, torch.Tensor, int]], *, deferred: bool = False) -> None:
     """Raises TypeError or ValueError for parameters that can't be sharded, by name."""
     if not parameters:
         raise ValueError("expected at least one parameter, got an empty parameter list")
     first_name: dict[int, str] = {}
     seen: set[str] = set()
     for name, parameter, _ in parameters:
-        _check_one(name, parameter)
+        _check_one(name, parameter, deferred=deferred)
         if id(parameter) in first_name:
             raise ValueError(
                 f"expected each parameter once, got '{name}' twice "
@@ -169,13 +181,14 @@ def _drop_ignored(collected: Collected, ignored_params: Any) -> None:
     collected.ignored = sorted(ignored)
 
 
-def _check_one(name: str, parameter: torch.Tensor) -> None:
+def _check_one(name: str, parameter: torch.Tensor, *, deferred: bool) -> None:
     if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
         raise TypeError(
             f"parameter '{name}' is a DTensor, which is distributed already; "
             "shard the plain model with Zero, or keep torch's parallelism for it"
         )
-    _check_materialized(f"parameter '{name}'", parameter)
+    if not (deferred and parameter.is_meta):
+        _check_materialized(f"parameter '{name}'", parameter)
     if is_traceable_wrapper_subclass(parameter):
         raise TypeError(
             f"parameter '{name}' is a {type(parameter).__name__}, which has no memory of its own "
@@ -197,8 +210,8 @@ def _check_materialized(what: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{what} is lazy and has no shape yet; run one forward before sharding")
     if tensor.is_meta:
         raise ValueError(
-            f"{what} is on the meta device and has no values; materialize it with "
-            "module.to_empty() and initialize it before sharding"
+            f"{what} is on the meta device and has no values; pass the module itself, so that it "
+            "is materialized, or do so before sharding"
         )
 
 
@@ -206,7 +219,7 @@ def _check_overlap(parameters: Named) -> None:
     """Parameters move into flat buffers, so two that share memory would quietly part."""
     extents = []
     for name, parameter in parameters:
-        if parameter.numel() == 0:
+        if parameter.numel() == 0 or parameter.is_meta:
             continue
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
         last = sum((size - 1) * stride for size, stride in sizes)

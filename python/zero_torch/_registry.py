@@ -27,6 +27,11 @@ def add(engine: _C.Engine) -> None:
     _engines.append(weakref.ref(engine, _engines.remove))
 
 
+def remove(engine: _C.Engine) -> None:
+    """Forgets an engine that gave its parameters back."""
+    _engines[:] = [reference for reference in _engines if reference() is not engine]
+
+
 def add_optimizer(engine: _C.Engine, optimizer: ZeroOptimizer) -> None:
     _optimizers[engine] = weakref.ref(optimizer)
 

@@ -99,7 +99,7 @@ class ModuleWatch:
                 continue
             if engine.index_of(parameter) < 0:
                 continue  # frozen and never managed
-            _put_back(slots, key, parameter, name)
+            _put_back(engine, slots, key, parameter, name)
         self.refresh()
 
 
@@ -128,7 +128,9 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def _put_back(slots: dict[str, Any], key: str, parameter: torch.Tensor, name: str) -> None:
+def _put_back(
+    engine: _C.Engine, slots: dict[str, Any], key: str, parameter: torch.Tensor, name: str
+) -> None:
     new = slots[key]
     if new.shape != parameter.shape or new.dtype != parameter.dtype:
         raise RuntimeError(
@@ -141,6 +143,11 @@ def _put_back(slots: dict[str, Any], key: str, parameter: torch.Tensor, name: st
             f"parameter '{name}' was replaced and the new one has a gradient that was never "
             "reduced; replace parameters before forward, or copy into them instead"
         )
-    with torch.no_grad():
-        parameter.copy_(new)
+    index = engine.index_of(parameter)
+    engine.begin_load(index)
+    try:
+        with torch.no_grad():
+            parameter.copy_(new)
+    finally:
+        engine.end_load(index)
     slots[key] = parameter

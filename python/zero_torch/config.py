@@ -7,7 +7,7 @@ what has a Python form of its own (dtypes, process groups, parameters) is turned
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,9 @@ class ZeroConfig:
     units: Units | None = None
     """Stage 3: classes, names or a predicate ``(name, module) -> bool`` of the submodules that are
     gathered together. No effect at stages 0-2."""
-    min_unit_numel: int = 0
-    """Stage 3: smaller units are merged with a neighbour. No effect at stages 0-2."""
+    min_unit_numel: int = 8192
+    """Stage 3: units smaller than this many elements are merged with a neighbour; a gather of a few
+    bytes costs as much as one of many. No effect at stages 0-2."""
     max_live_numel: int | None = None
     """Stage 3: most elements gathered at once. No effect at stages 0-2."""
     param_dtype: torch.dtype | None = None
@@ -86,7 +87,10 @@ def merged(config: ZeroConfig | None, overrides: dict[str, Any]) -> ZeroConfig:
     """``config`` (or the defaults) with keyword arguments of the same names put over it."""
     if config is not None and not isinstance(config, ZeroConfig):
         raise TypeError(f"expected config to be a ZeroConfig, got {type(config).__name__}")
-    return dataclasses.replace(config or ZeroConfig(), **overrides)
+    result = dataclasses.replace(config or ZeroConfig(), **overrides)
+    if isinstance(result.units, Iterator):
+        result = dataclasses.replace(result, units=tuple(result.units))
+    return result
 
 
 def to_options(config: ZeroConfig, stage: Any, ignored: Sequence[str] = ()) -> _C.Options:

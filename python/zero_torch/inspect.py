@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _registry
+from . import _C, _hooks, _registry
 
 
 @contextlib.contextmanager
@@ -17,23 +17,21 @@ def gathered(target: Any, writeback: bool = False) -> Iterator[None]:
     """Inside, the parameters of ``target`` hold whole, current values.
 
     ``target``: a module, a ``ZeroModule``, a parameter or an iterable of parameters, managed or
-    not. With ``writeback``, rank 0's values go to all ranks at the end (also when the body raised):
-    that is collective. Without it nothing is communicated at stages 0-2, where parameters are
-    whole and only the last step's transfers are waited for.
+    not. At stage 3 all units of these parameters are whole until the end: that is collective, and
+    so is the end with ``writeback``, which gives rank 0's values to all ranks (also when the body
+    raised). Without ``writeback`` writing to them raises at stage 3, and nothing is communicated
+    at stages 0-2. May be nested; not around ``step``.
     """
     managed = _managed(_parameters_of(target))
-    for engine in managed:
-        engine.wait_parameters()
-    try:
+    with contextlib.ExitStack() as held:
+        for engine, indices in managed.items():
+            engine.hold(indices, writeback)
+            held.callback(engine.let_go, indices, writeback)
         yield
-    finally:
-        if writeback:
-            for engine, indices in managed.items():
-                engine.broadcast_parameters(indices, 0)
 
 
 def full_param(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole parameter, in its own shape. Collective at stages 1 and 2.
+    """A copy of the whole parameter, in its own shape. Collective at stages 1 to 3.
 
     A tensor that nobody manages is copied too.
     """
@@ -47,7 +45,7 @@ def full_param(parameter: torch.Tensor) -> torch.Tensor:
 def full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """A copy of the whole reduced gradient, in the parameter's shape; None when there is none.
 
-    Collective at stages 1 and 2, and wherever backward ran in ``no_sync``: it reduces that.
+    Collective at stages 1 to 3, and wherever backward ran in ``no_sync``: it reduces that.
     """
     found = _registry.find(parameter)
     if found is None:
@@ -59,13 +57,32 @@ def full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 def full_state(parameter: torch.Tensor) -> dict[str, Any]:
     """Whole optimizer state, as in torch's ``optimizer.state[p]``; empty before a step.
 
-    Collective at stages 1 and 2. Raises ValueError when no ZeroOptimizer steps the parameter.
+    Collective at stages 1 to 3. Raises ValueError when no ZeroOptimizer steps the parameter.
     """
     found = _registry.find(parameter)
     optimizer = None if found is None else _registry.optimizer_of(found[0])
     if found is None or optimizer is None:
         raise ValueError("expected a parameter of a ZeroOptimizer, got a tensor that none steps")
     return dict(optimizer._rule.states([found[1]])).get(found[1], {})
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The plain module, with whole parameters of its own and without any of our hooks. Collective.
+
+    ``module``: a ``ZeroModule``, or a module that a ``ZeroOptimizer`` shards, whose optimizer is of
+    no use afterwards. At stage 3 every rank ends with the whole model.
+    """
+    for engine in engines_of(module):
+        release(engine)
+    inner = module.__dict__.get("module")  # of a ZeroModule
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def release(engine: _C.Engine) -> None:
+    """Gives an engine's parameters back. Collective."""
+    engine.release_parameters()
+    _hooks.detach(engine)
+    _registry.remove(engine)
 
 
 def engines_of(module: nn.Module) -> list[_C.Engine]:

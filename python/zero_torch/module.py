@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 
 from . import _C
-from ._engine import make_engine, watch
+from ._engine import make_engine, prepare, watch
 from ._parameters import collect
 from ._watch import ModuleWatch
 from .config import ZeroConfig, merged
@@ -30,7 +32,17 @@ class ZeroModule(nn.Module):
 
     ``stage``, ``config``, ``process_group`` and the settings of ``ZeroConfig`` as keyword arguments
     are as in ``ZeroOptimizer``, which takes a ZeroModule as its target. The module owns the engine:
-    dropping an optimizer leaves it sharded. ``units`` matters at stage 3 only.
+    dropping an optimizer leaves it sharded. ``zero_torch.unwrap`` gives the plain module back.
+
+    At stage 3 parameters are sharded too: ``units`` says which submodules are gathered together
+    (classes, names or a predicate ``(name, module) -> bool``; by default the repeated blocks of
+    ``ModuleList`` and ``Sequential``, and the rest as the root), just before their forward and
+    backward. No optimizer is needed for inference. Methods called through the wrapper (``generate``)
+    gather what they read, as ``forward`` does. A module without storage (built on the meta device or
+    under ``zero_torch.deferred_init()``) is materialized and initialized unit by unit: by
+    ``init_fn(module)``, called for each submodule that has tensors of its own; or from
+    ``init_from``, a state dict or paths of safetensors files; or by the modules' own
+    ``reset_parameters``.
 
     Collective: all ranks construct it with equal arguments, and get rank 0's values of parameters
     and buffers. Raises as ``ZeroOptimizer`` does.
@@ -48,6 +60,8 @@ class ZeroModule(nn.Module):
         units: Any = None,
         config: ZeroConfig | None = None,
         process_group: Any = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
+        init_from: Any = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -58,8 +72,9 @@ class ZeroModule(nn.Module):
         if units is not None:
             settings["units"] = units
         merged_config = merged(config, settings)
-        collected = collect(module, merged_config.ignored_params)
-        engine = make_engine(collected, merged_config, stage, process_group)
+        materializer = prepare(module, stage, init_fn, init_from)
+        collected = collect(module, merged_config.ignored_params, deferred=materializer is not None)
+        engine = make_engine(module, collected, merged_config, stage, process_group, materializer)
         own = self.__dict__
         own.update({name: getattr(module, name) for name in _SHARED})
         own["training"] = module.training
@@ -84,11 +99,16 @@ class ZeroModule(nn.Module):
         self._engine.set_requires_gradient_sync(requires_gradient_sync)
 
     def unshard(self) -> None:
-        """Makes all parameters whole; at stages 0-2 they are: only waits for the last step's."""
-        self._engine.wait_parameters()
+        """Makes all parameters whole until ``reshard()`` or the next step. Collective at stage 3.
+
+        Forwards and backwards in between gather nothing. At stages 0-2 parameters are whole: only
+        waits for the last step's.
+        """
+        self._engine.unshard_all()
 
     def reshard(self) -> None:
         """Frees what ``unshard()`` made whole; nothing at stages 0-2."""
+        self._engine.reshard_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's: ``.grad`` becomes None, or zeros of the parameter's shape. Not collective."""
@@ -133,7 +153,10 @@ class ZeroModule(nn.Module):
         found = getattr(type(module), name, None)
         if isinstance(found, property):
             return found.__get__(module, type(module))
-        return getattr(module, name)
+        value = getattr(module, name)
+        if self._engine.options.stage == 3 and inspect.ismethod(value):
+            return _as_forward(self._engine, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "module" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
@@ -167,6 +190,20 @@ class ZeroModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _plain, (self.module,)
+
+
+def _as_forward(engine: _C.Engine, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the inner module, such as ``generate``: what it reads is gathered, as in forward."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        engine.enter_forward()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            engine.leave_forward()
+
+    return call
 
 
 @contextlib.contextmanager

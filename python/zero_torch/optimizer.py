@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
+from inspect import unwrap as _unwrapped
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, overload
 
 import torch
 
-from . import _C, _registry, elementwise, gradients, native
-from ._engine import make_engine, watch
+from . import _C, _hooks, _registry, elementwise, gradients, inspect, native
+from ._engine import make_engine, prepare, watch
 from ._parameters import Collected, collect, collect_group
 from ._watch import ModuleWatch
 from .config import FIELDS, ZeroConfig, merged
@@ -22,7 +22,7 @@ from .module import ZeroModule, no_sync
 Rule = native.NativeRule | ForeignRule
 
 # torch's, without the wrapper that imports torch._dynamo (70 MB and a second or two).
-_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_add_param_group = _unwrapped(torch.optim.Optimizer.add_param_group)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -30,21 +30,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     ``target``: an ``nn.Module``, a ``ZeroModule``, or an iterable of parameters, of (name,
     parameter) pairs or of param groups. The model is called as before; parameters keep their
-    identity, names, shapes and strides. Frozen parameters may be among them. Dropping the
-    optimizer gives a plain model back (a ``ZeroModule`` stays sharded).
+    identity, names, shapes and strides. Frozen parameters may be among them. At stages 0-2
+    dropping the optimizer gives a plain model back (a ``ZeroModule`` stays sharded).
 
     ``optimizer``: ``"adamw"``, ``"adam"`` or ``"sgd"`` (native and fused, with torch's defaults and
     formats), or an elementwise ``torch.optim`` class, which runs on the shards. ``lr`` and the
     other hyper-parameters are keyword arguments, as are the settings of ``ZeroConfig`` (put over
     ``config``). They are read from ``param_groups`` at each step, so schedulers work.
 
-    ``stage``: 0 replicates, 1 shards optimizer state, 2 gradients too. ``process_group``: the ranks
+    ``stage``: 0 replicates, 1 shards optimizer state, 2 gradients too, 3 parameters too (``target``
+    must be a module; see ``ZeroModule``, to which the parameters belong then: they stay sharded
+    when the optimizer is dropped, ``release()`` gives them back). ``init_fn`` and ``init_from``
+    initialize a model without storage, as in ``ZeroModule``. ``process_group``: the ranks
     to shard over; by default torch.distributed's default group, made by ``zero_torch.init()`` when
     a launcher asks for several ranks and there is none yet; without a launcher one rank.
 
     Collective: all ranks construct it with equal arguments, and get rank 0's values of parameters
     and buffers. ``step``, ``clip_grad_norm_``, ``grad_norm``, ``add_param_group`` and
-    ``synchronize`` are collective, at stages 1 and 2 ``state_dict`` too.
+    ``synchronize`` are collective, at stages 1 to 3 ``state_dict`` too.
 
     Raises TypeError or ValueError, naming the argument and what is allowed, before any
     communication; NotImplementedError for what is not built yet; ValueError on every rank, naming
@@ -60,6 +63,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         lr: float | torch.Tensor | None = None,
         process_group: Any = None,
         config: ZeroConfig | None = None,
+        init_fn: Callable[[torch.nn.Module], None] | None = None,
+        init_from: Any = None,
         **kw: Any,
     ) -> None:
         settings = {name: kw.pop(name) for name in FIELDS if name in kw}
@@ -70,9 +75,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             collected = _collect_wrapped(target, stage, given)
         else:
             if stage is None:
-                raise TypeError("expected stage=0, 1 or 2; ZeroOptimizer has no default stage")
+                raise TypeError("expected stage=0, 1, 2 or 3; ZeroOptimizer has no default stage")
             merged_config = merged(config, settings)
-            collected = collect(target, merged_config.ignored_params)
+            materializer = prepare(target, stage, init_fn, init_from)
+            collected = collect(
+                target, merged_config.ignored_params, deferred=materializer is not None
+            )
         traits = None
         if isinstance(optimizer, str):
             _check_name(optimizer)
@@ -87,7 +95,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             engine = target._engine
             self._watch: ModuleWatch | None = target._watch
         else:
-            engine = make_engine(collected, merged_config, stage, process_group)
+            engine = make_engine(
+                target, collected, merged_config, stage, process_group, materializer
+            )
+            if materializer is not None:
+                for group, given_group in zip(self.param_groups, collected.groups, strict=True):
+                    group["params"] = list(given_group["params"])
             self._watch = watch(target, engine, collected)
         self._rule: Rule
         if isinstance(optimizer, str):
@@ -149,6 +162,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Reduces what backward left unreduced and waits for every transfer. Collective."""
         self._live.synchronize()
 
+    def release(self) -> None:
+        """Gives the parameters back, whole and in memory of their own. Collective.
+
+        The model is a plain module again, and this optimizer is of no use afterwards.
+        """
+        inspect.release(self._live)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more param group, as torch's. Collective: rank 0's values go to all ranks.
 
@@ -165,11 +185,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             native.check_group(self._name, {**self.defaults, **collected.groups[0]})
         _add_param_group(self, collected.groups[0])
         try:
-            self._engine.add_parameters(named)
+            self._engine.add_parameters([(*item, 0) for item in named])
         except BaseException:
             self.param_groups.pop()
             raise
         gradients.install(self._engine)
+        _hooks.extend(self._engine)
         self._rule.add_group(self.param_groups[-1])
         self._frozen += _frozen(collected)
 
@@ -177,7 +198,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Exactly torch's format, with whole tensors: loads into the plain torch optimizer.
 
         ``{"state": {index: {...}}, "param_groups": [...]}``; ``state`` is empty before any step.
-        Collective at stages 1 and 2: all ranks must call it, and all get the whole. (To hold it on
+        Collective at stages 1 to 3: all ranks must call it, and all get the whole. (To hold it on
         rank 0 only: ``zero_torch.optimizer_state_dict``.)
         """
         return self._state_dict(keep=True)

@@ -8,24 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _registry, _wire
-from .inspect import engines_of
+from . import _C, _hooks, _registry, _wire
+from .inspect import engines_of, gathered
 from .optimizer import ZeroOptimizer
 
 
 def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """The model's state dict with whole values: on rank 0, elsewhere ``{}``; or on every rank.
 
-    The values are the model's own memory, as in torch. Not collective at stages 0-2. ``full=False``
-    (this rank's shards) is not built yet.
+    At stages 0-2 the values are the model's own memory, as in torch, and nothing is communicated.
+    At stage 3 they are copies, made whole one after the other: collective, and with ``rank0_only``
+    the other ranks hold one at a time. ``full=False`` (this rank's shards) is not built yet.
     """
     _require_full(full)
     engines = engines_of(model)
     for engine in engines:
         engine.wait_parameters()
-    if rank0_only and any(engine.rank != 0 for engine in engines):
-        return {}
-    return model.state_dict()
+    if not (rank0_only and any(engine.rank != 0 for engine in engines)):
+        return model.state_dict()
+    if any(engine.options.stage == 3 for engine in engines):
+        with _hooks.dropping_values():
+            model.state_dict()
+    return {}
 
 
 def optimizer_state_dict(
@@ -33,7 +37,7 @@ def optimizer_state_dict(
 ) -> dict[str, Any]:
     """``optimizer.state_dict()``: on rank 0, elsewhere ``{}``; or on every rank.
 
-    torch's format with whole tensors. Collective at stages 1 and 2; other ranks hold one whole
+    torch's format with whole tensors. Collective at stages 1 to 3; other ranks hold one whole
     tensor at a time with ``rank0_only``. ``full=False`` is not built yet.
     """
     _require_full(full)
@@ -67,11 +71,48 @@ def load_state_dict(
         target.load_state_dict(_given(state_dict), strict=strict)
         return
     engine = engines[0]
+    if any(other.options.stage == 3 for other in engines):
+        _load_sharded(target, engine, state_dict, strict)
+        return
     _on_rank_0(engine, lambda: target.load_state_dict(_given(state_dict), strict=strict))
     unmanaged = [p for p in target.parameters() if _registry.find(p) is None]
     for other in engines:
         other.broadcast_parameters(list(range(other.parameter_count())), 0)
     engine.broadcast([p.detach() for p in unmanaged] + list(target.buffers()), 0)
+
+
+def _load_sharded(
+    module: nn.Module, engine: _C.Engine, state_dict: dict[str, Any] | None, strict: bool
+) -> None:
+    """Rank 0's values, one module's own parameters at a time."""
+    names = _on_rank_0(engine, lambda: sorted(_given(state_dict)))
+    wanted = {name: None for name in module.state_dict(keep_vars=True)}
+    missing, unexpected = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"error loading the state dict of rank 0 into {type(module).__name__}: missing keys "
+            f"{missing}, unexpected keys {unexpected}"
+        )
+    _on_rank_0(engine, lambda: _check_shapes(module, _given(state_dict)))
+    for prefix, part in module.named_modules():
+        own = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
+        chosen = [key for key in own if (f"{prefix}.{key}" if prefix else key) in names]
+        if not chosen:
+            continue
+        with gathered([own[key] for key in chosen], writeback=True), torch.no_grad():
+            if engine.rank == 0:
+                for key in chosen:
+                    own[key].copy_(_given(state_dict)[f"{prefix}.{key}" if prefix else key])
+        engine.broadcast([own[k].detach() for k in chosen if _registry.find(own[k]) is None], 0)
+
+
+def _check_shapes(module: nn.Module, state_dict: dict[str, Any]) -> None:
+    for name, value in module.state_dict(keep_vars=True).items():
+        given = state_dict.get(name)
+        if given is not None and given.shape != value.shape:
+            raise RuntimeError(
+                f"'{name}': expected shape {tuple(value.shape)}, got {tuple(given.shape)}"
+            )
 
 
 def _share_state(engine: _C.Engine, state_dict: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,39 +5,96 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
 
+#include <zero/autograd/operation_traits.h>
 #include <zero/memory/slab_view.h>
 
 namespace zero::autograd {
 namespace {
 
-void bring_back(const at::Tensor& tensor, const at::RecordFunction& function) {
-  if (memory::OnUse* owner = memory::SlabView::closed_by(tensor)) {
+// The views of ours among an operation's inputs. Few operations have many.
+class Inputs {
+ public:
+  explicit Inputs(const at::RecordFunction& function) {
+    int64_t index = 0;
+    for (const c10::IValue& value : function.inputs()) {
+      add(value, index++);
+    }
+  }
+
+  bool empty() const {
+    return found_.empty();
+  }
+
+  void announce(const at::RecordFunction& function) const {
+    const OperationTraits traits = traits_of(function);
+    bool opens = false;
+    for (const Input& input : found_) {
+      opens = opens || (input.keeper.closed && traits.reads);
+    }
+    if (!opens && traits.writes == 0) {
+      for (const Input& input : found_) {
+        if (traits.reads) {
+          input.keeper.on_use->while_open();
+        }
+      }
+      return;
+    }
     // Observers stay off inside, so that waiting is never observed itself.
     const at::DisableRecordFunctionGuard unobserved;
-    owner->before_use(function.name());
-  }
-}
-
-void inspect(const c10::IValue& value, const at::RecordFunction& function) {
-  if (value.isTensor()) {
-    bring_back(value.toTensor(), function);
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      bring_back(tensor, function);
+    for (const Input& input : found_) {
+      input.keeper.on_use->pin();
     }
-  } else if (value.isList()) { // optional tensors, as of an index
-    for (const c10::IValue& item : value.toListRef()) {
-      if (item.isTensor()) {
-        bring_back(item.toTensor(), function);
+    for (const Input& input : found_) {
+      if (traits.writes_argument(input.argument)) {
+        input.keeper.on_use->before_write(input.storage, function.name());
+      } else if (input.keeper.closed && traits.reads) {
+        input.keeper.on_use->before_use(function.name());
+      }
+    }
+    for (const Input& input : found_) {
+      input.keeper.on_use->unpin();
+    }
+  }
+
+ private:
+  struct Input {
+    memory::SlabView::Keeper keeper;
+    const c10::StorageImpl* storage;
+    int64_t argument;
+  };
+
+  void add(const at::Tensor& tensor, int64_t argument) {
+    const auto keeper = memory::SlabView::keeper_of(tensor);
+    if (keeper.on_use != nullptr) {
+      found_.push_back({keeper, tensor.storage().unsafeGetStorageImpl(), argument});
+    }
+  }
+
+  void add(const c10::IValue& value, int64_t argument) {
+    if (value.isTensor()) {
+      add(value.toTensor(), argument);
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        add(tensor, argument);
+      }
+    } else if (value.isList()) { // optional tensors, as of an index
+      for (const c10::IValue& item : value.toListRef()) {
+        if (item.isTensor()) {
+          add(item.toTensor(), argument);
+        }
       }
     }
   }
-}
+
+  c10::SmallVector<Input, 4> found_;
+};
 
 std::unique_ptr<at::ObserverContext> before_operation(const at::RecordFunction& function) {
-  for (const c10::IValue& input : function.inputs()) {
-    inspect(input, function);
+  const Inputs inputs(function);
+  if (!inputs.empty()) {
+    inputs.announce(function);
   }
   return nullptr;
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/zeros.h>
@@ -41,6 +42,19 @@ FlatBuffer::~FlatBuffer() {
 
 at::Tensor FlatBuffer::view(int64_t begin, int64_t numel) const {
   return flat_view(tensor_, begin, numel);
+}
+
+at::Tensor tensor_over(
+    const c10::Storage& storage,
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides,
+    const at::TensorOptions& options) {
+  const c10::InferenceMode normal(false);
+  const auto key = options.device().is_cpu() ? c10::DispatchKey::CPU : options.computeDispatchKey();
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(key), options.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return tensor;
 }
 
 at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel) {

@@ -41,6 +41,14 @@ class FlatBuffer {
   std::shared_ptr<Account> account_;
 };
 
+// A tensor over a storage's first bytes, without dispatch; not a view for
+// autograd.
+at::Tensor tensor_over(
+    const c10::Storage& storage,
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides,
+    const at::TensorOptions& options);
+
 // One-dimensional tensor over elements [begin, begin + numel) of a dense one, in
 // the order of its memory.
 at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel);

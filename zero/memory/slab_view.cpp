@@ -2,42 +2,38 @@
 
 #include <utility>
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/core/StorageImpl.h>
 
+#include <zero/memory/flat_buffer.h>
+
 namespace zero::memory {
 namespace {
 
+// What an open storage's pointer owns.
+struct Hold {
+  c10::Storage slab;
+  OnUse* on_use;
+};
+
 void drop_slab(void* context) {
-  delete static_cast<c10::Storage*>(context);
+  delete static_cast<Hold*>(context);
 }
 
 // Its address marks the storages that are closed: the guard's test is one
 // comparison, without a table or a lock.
 void closed_marker(void* /*on_use*/) {}
 
-c10::DataPtr pointer_into(const at::Tensor& slab, int64_t offset) {
-  auto* keep = new c10::Storage(slab.storage());
-  void* data = static_cast<char*>(slab.mutable_data_ptr()) + offset * slab.itemsize();
-  return {data, keep, &drop_slab, slab.device()};
+c10::DataPtr pointer_into(const at::Tensor& slab, int64_t offset, OnUse* on_use = nullptr) {
+  auto* hold = new Hold{slab.storage(), on_use};
+  void* data = static_cast<char*>(slab.mutable_data_ptr()) +
+      offset * static_cast<int64_t>(slab.itemsize());
+  return {data, hold, &drop_slab, slab.device()};
 }
 
 c10::StorageImpl* impl_of(const c10::Storage& storage) {
   return storage.unsafeGetStorageImpl();
-}
-
-at::Tensor tensor_over(
-    const c10::Storage& storage,
-    at::IntArrayRef sizes,
-    at::IntArrayRef strides,
-    const at::TensorOptions& options) {
-  const auto key = options.device().is_cpu() ? c10::DispatchKey::CPU : options.computeDispatchKey();
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(key), options.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  return tensor;
 }
 
 c10::Storage empty_storage(int64_t bytes, c10::Device device) {
@@ -95,13 +91,13 @@ SlabView::make(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorO
   return {tensor_over(view.storage_, sizes, strides, options), std::move(view)};
 }
 
-void SlabView::point_to(const at::Tensor& slab, int64_t offset) {
+void SlabView::point_to(const at::Tensor& slab, int64_t offset, OnUse* on_use) {
   if (closed_) {
     impl_of(storage_)->clear_data_ptr_access_error_msg_();
     closed_ = false;
     parked_.clear();
   }
-  impl_of(storage_)->set_data_ptr_noswap(pointer_into(slab, offset));
+  impl_of(storage_)->set_data_ptr_noswap(pointer_into(slab, offset, on_use));
 }
 
 void SlabView::close(std::string message, OnUse* on_use) {
@@ -121,13 +117,12 @@ void SlabView::open() {
   closed_ = false;
 }
 
-void SlabView::release(std::string message) {
-  if (!closed_) {
-    close(std::move(message), nullptr);
-  } else {
-    set_message(std::move(message));
-  }
+void SlabView::release(std::string message, OnUse* on_use) {
+  c10::StorageImpl* storage = impl_of(storage_);
+  storage->set_data_ptr_noswap({nullptr, on_use, &closed_marker, storage->device()});
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
   parked_.clear();
+  closed_ = true;
 }
 
 void SlabView::set_message(std::string message) {
@@ -138,21 +133,35 @@ bool SlabView::holds(const at::Tensor& tensor) const {
   return tensor.has_storage() && impl_of(tensor.storage()) == impl_of(storage_);
 }
 
+bool SlabView::is(const c10::StorageImpl* storage) const {
+  return impl_of(storage_) == storage;
+}
+
 void SlabView::take_back(at::Tensor& tensor, const at::Tensor& slab, int64_t offset) {
   const at::NoGradGuard no_grad;
   const at::Tensor home =
       at::as_strided(slab, tensor.sizes(), tensor.strides(), slab.storage_offset() + offset);
   home.copy_(tensor.detach());
+  take_back(tensor);
+}
+
+void SlabView::take_back(at::Tensor& tensor) {
   tensor.set_data(tensor_over(storage_, tensor.sizes(), tensor.strides(), tensor.options()));
 }
 
-OnUse* SlabView::closed_by(const at::Tensor& tensor) noexcept {
+SlabView::Keeper SlabView::keeper_of(const at::Tensor& tensor) noexcept {
   if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->has_storage()) {
-    return nullptr;
+    return {};
   }
   const c10::DataPtr& data =
       impl_of(tensor.unsafeGetTensorImpl()->unsafe_storage())->_mutable_data_ptr_no_checks();
-  return data.get_deleter() == &closed_marker ? static_cast<OnUse*>(data.get_context()) : nullptr;
+  if (data.get_deleter() == &closed_marker) {
+    return {static_cast<OnUse*>(data.get_context()), true};
+  }
+  if (data.get_deleter() == &drop_slab) {
+    return {static_cast<Hold*>(data.get_context())->on_use, false};
+  }
+  return {};
 }
 
 } // namespace zero::memory

@@ -14,12 +14,24 @@
 
 namespace zero::memory {
 
-// Who can bring a closed view back just before an operation reads it.
+// Who answers for a view when an operation is about to touch it. Called from any
+// thread, with observers off. Failures are left in the view's message, which the
+// operation then raises.
 class OnUse {
  public:
-  // Called from any thread, without the GIL, with observers off. Failures are
-  // left in the view's message, which the operation then raises.
+  // A closed view is going to be read.
   virtual void before_use(const char* operation) noexcept = 0;
+  // An open view is going to be read: often, so quickly.
+  virtual void while_open() noexcept {}
+  // A view, closed or open, is going to be written.
+  virtual void before_write(const c10::StorageImpl* storage, const char* operation) noexcept {
+    static_cast<void>(storage);
+    before_use(operation);
+  }
+  // Around the other calls for one operation, to everyone whose views it reads:
+  // what is open stays so.
+  virtual void pin() noexcept {}
+  virtual void unpin() noexcept {}
 
  protected:
   ~OnUse() = default;
@@ -46,13 +58,13 @@ class SlabView {
   static std::pair<at::Tensor, SlabView>
   make(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
 
-  // Opens on elements of a slab from `offset` on.
-  void point_to(const at::Tensor& slab, int64_t offset);
+  // Opens on elements of a slab from `offset` on. `on_use` is told of writes.
+  void point_to(const at::Tensor& slab, int64_t offset, OnUse* on_use = nullptr);
   // Takes the data away; open() brings it back. `on_use` may be null.
   void close(std::string message, OnUse* on_use);
   void open();
-  // Takes the data away for good: the slab is let go.
-  void release(std::string message);
+  // Takes the data away for good: the slab is let go. point_to() brings other data.
+  void release(std::string message, OnUse* on_use = nullptr);
   // Replaces the message of a closed view.
   void set_message(std::string message);
 
@@ -61,12 +73,20 @@ class SlabView {
   }
   // Whether the tensor still uses this storage.
   bool holds(const at::Tensor& tensor) const;
+  bool is(const c10::StorageImpl* storage) const;
   // Copies the values of a tensor that was moved to other storage back into the
   // slab, and the tensor with them. Shape and dtype must be those of adopt().
   void take_back(at::Tensor& tensor, const at::Tensor& slab, int64_t offset);
+  // Only the tensor.
+  void take_back(at::Tensor& tensor);
 
-  // Who closed the storage; null when it is open or not one of ours.
-  static OnUse* closed_by(const at::Tensor& tensor) noexcept;
+  // Who answers for the storage of a tensor, and whether it is closed. Null for
+  // storages that are not ours or that nobody answers for.
+  struct Keeper {
+    OnUse* on_use = nullptr;
+    bool closed = false;
+  };
+  static Keeper keeper_of(const at::Tensor& tensor) noexcept;
 
  private:
   c10::Storage storage_;

@@ -2,13 +2,12 @@
 
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <zero/autograd/backward_end.h>
 #include <zero/autograd/use_guard.h>
 #include <zero/optim/gradient_norm.h>
 #include <zero/optim/native_step.h>
-#include <zero/sharding/agreement.h>
 
 namespace zero {
 namespace {
@@ -17,7 +16,8 @@ std::unique_ptr<sharding::GradientStorage> make_storage(
     const Options& options,
     sharding::ParameterTable& table,
     const std::shared_ptr<comm::Communicator>& communicator,
-    const std::shared_ptr<memory::Account>& account) {
+    const std::shared_ptr<memory::Account>& account,
+    const std::shared_ptr<memory::SlabPool>& pool) {
   const double divisor = options.average ? static_cast<double>(communicator->size()) : 1.0;
   const sharding::GradientContext context{table, communicator, account, divisor};
   switch (options.stage) {
@@ -26,24 +26,40 @@ std::unique_ptr<sharding::GradientStorage> make_storage(
   case 1:
     return sharding::make_whole_gradients(context);
   default:
-    return sharding::make_sharded_gradients(context);
+    return sharding::make_sharded_gradients(context, pool);
   }
 }
 
 } // namespace
 
-Engine::Impl::Impl(const Options& given, std::shared_ptr<comm::Communicator> with)
+Engine::Impl::Impl(
+    const Options& given,
+    std::shared_ptr<comm::Communicator> with,
+    const Units& units)
     : options(given),
       communicator(std::move(with)),
+      gathers(units.gathers ? units.gathers : communicator),
       account(std::make_shared<memory::Account>()),
+      pool(given.stage == 3 ? std::make_shared<memory::SlabPool>(account) : nullptr),
       table(options, communicator->rank(), communicator->size(), account),
       gradients(
           table,
           communicator,
-          make_storage(options, table, communicator, account),
+          make_storage(options, table, communicator, account, pool),
           options.stage == 0),
       state(table, account) {
-  if (options.stage > 0 && communicator->size() > 1) {
+  if (options.stage == 3) {
+    TORCH_CHECK_VALUE(
+        gathers != communicator || communicator->size() == 1,
+        "[zero.optim] expected a second communicator for the gathers of stage 3, got none");
+    parameters = std::make_unique<sharding::ParameterManager>(
+        options,
+        table,
+        gathers,
+        pool,
+        &autograd::inside_backward);
+    autograd::want_use_guard(true);
+  } else if (options.stage > 0 && communicator->size() > 1) {
     gather =
         std::make_unique<sharding::ParameterGather>(table, communicator, &autograd::want_use_guard);
   }
@@ -51,6 +67,10 @@ Engine::Impl::Impl(const Options& given, std::shared_ptr<comm::Communicator> wit
 
 Engine::Impl::~Impl() {
   gather.reset(); // waits, and leaves whole values in the parameters
+  if (parameters) {
+    parameters.reset();
+    autograd::want_use_guard(false);
+  }
   gradients.forget();
 }
 
@@ -59,11 +79,17 @@ void Engine::Impl::before_accumulate(int64_t index) {
   if (backward == 0) {
     return;
   }
+  if (parameters && !gradients.order_known()) {
+    gradients.expect_order(parameters->backward_order());
+  }
   const std::weak_ptr<Impl> self = weak_from_this();
   autograd::at_end_of_backward(
       [self, backward] {
         if (const auto alive = self.lock()) {
           alive->gradients.end_backward(backward);
+          if (alive->parameters) {
+            alive->parameters->end_backward();
+          }
         }
       },
       [self, backward] {
@@ -74,44 +100,9 @@ void Engine::Impl::before_accumulate(int64_t index) {
 }
 
 void Engine::Impl::after_accumulate(int64_t index) {
-  gradients.after_accumulate(index);
-}
-
-void Engine::Impl::broadcast(const at::Tensor& tensor, int64_t root, const std::string& what) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor dense = tensor.detach().contiguous();
-  communicator->broadcast(dense, root, {what, 0, gradients.steps(), false})->wait();
-  if (!dense.is_alias_of(tensor)) {
-    tensor.detach().copy_(dense);
-  }
-}
-
-void Engine::Impl::append(
-    std::vector<NamedParameter> parameters,
-    const std::vector<std::pair<std::string, at::Tensor>>& buffers) {
-  table.check_new(parameters);
-  sharding::require_agreement(*communicator, parameters, buffers, options);
-  const int64_t first = table.size();
-  const int64_t first_bucket = table.bucket_count();
-  table.append(std::move(parameters));
-  for (int64_t b = first_bucket; b < table.bucket_count(); ++b) {
-    broadcast(table.bucket(b).values.tensor(), 0, table.bucket(b).what);
-  }
-  for (int64_t i = first; i < table.size(); ++i) {
-    const sharding::ParameterEntry& entry = table.entry(i);
-    if (!entry.trainable) {
-      broadcast(entry.parameter.tensor, 0, "parameter '" + entry.parameter.name + "'");
-    }
-  }
-  for (const auto& [name, tensor] : buffers) {
-    broadcast(tensor, 0, "buffer '" + name + "'");
-  }
-  gradients.grow();
-  for (int64_t i = first; i < table.size(); ++i) {
-    const sharding::ParameterEntry& entry = table.entry(i);
-    hooks.push_back(
-        entry.trainable ? autograd::hook_accumulation(entry.parameter.tensor, i, weak_from_this())
-                        : nullptr);
+  const int64_t complete = gradients.after_accumulate(index);
+  if (parameters && complete >= 0) {
+    parameters->gradients_complete(complete);
   }
 }
 
@@ -126,6 +117,9 @@ void Engine::Impl::settle() {
   if (gather) {
     gather->wait_all();
   }
+  TORCH_CHECK(
+      !released,
+      "[zero.optim] the parameters were given back by release(): this optimizer manages nothing");
   gradients.flush();
   table.reattach();
   gradients.import_assigned();
@@ -149,6 +143,15 @@ void Engine::Impl::publish(int64_t bucket) {
   if (gather) {
     gather->start(bucket, gradients.steps());
   }
+}
+
+layout::Range Engine::Impl::owned(int64_t index) const {
+  const sharding::ParameterEntry& entry = table.entry(index);
+  if (!entry.flat) {
+    return {0, entry.parameter.tensor.numel()};
+  }
+  return entry.trainable ? updated(index)
+                         : layout::within(entry.slot, table.shard(entry.slot.bucket));
 }
 
 layout::Range Engine::Impl::updated(int64_t index) const {
@@ -180,24 +183,6 @@ const sharding::ParameterEntry& Engine::Impl::checked(int64_t index) const {
 Engine::Engine(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() = default;
-
-std::shared_ptr<Engine> Engine::create(
-    std::vector<NamedParameter> parameters,
-    std::vector<std::pair<std::string, at::Tensor>> buffers,
-    const Options& options,
-    std::shared_ptr<comm::Communicator> communicator) {
-  options.validate();
-  TORCH_CHECK_VALUE(!parameters.empty(), "[zero.optim] expected at least one parameter, got none");
-  const c10::InferenceMode normal(false);
-  auto impl = std::make_shared<Impl>(options, std::move(communicator));
-  impl->append(std::move(parameters), buffers);
-  return std::shared_ptr<Engine>(new Engine(std::move(impl)));
-}
-
-void Engine::add_parameters(std::vector<NamedParameter> parameters) {
-  impl_->settle();
-  impl_->append(std::move(parameters), {});
-}
 
 const Options& Engine::options() const {
   return impl_->options;
@@ -238,6 +223,12 @@ bool Engine::requires_gradient_sync() const {
 void Engine::begin_step() {
   impl_->account->mark();
   impl_->settle();
+  if (impl_->parameters) {
+    if (impl_->unsharded) {
+      reshard_all();
+    }
+    impl_->parameters->before_step();
+  }
 }
 
 void Engine::step(const std::vector<Rule>& rules) {
@@ -286,11 +277,10 @@ std::vector<int64_t> Engine::stepping() {
 at::Tensor Engine::shard_parameter(int64_t index) {
   const sharding::ParameterEntry& entry = impl_->checked(index);
   const layout::Range part = impl_->updated(index);
-  if (!entry.trainable) {
-    return memory::flat_view(entry.parameter.tensor, 0, 0);
+  if (!entry.trainable || part.size() == 0) {
+    return at::empty({0}, entry.parameter.tensor.options().requires_grad(false));
   }
-  return impl_->table.bucket(entry.slot.bucket)
-      .values.view(entry.slot.offset + part.begin, part.size());
+  return impl_->table.values(entry.slot.bucket, entry.slot.offset + part.begin, part.size());
 }
 
 at::Tensor Engine::shard_gradient(int64_t index) {

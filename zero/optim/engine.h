@@ -22,6 +22,20 @@
 
 namespace zero {
 
+// Stage 3: what is gathered together, and by whom.
+struct Units {
+  // By unit; NamedParameter::unit refers to it. The first is the root's.
+  std::vector<std::string> names = {""};
+  // A second communicator over the same ranks, for gathers alone, so that a late
+  // reduction on one rank can't cross a gather on another.
+  std::shared_ptr<comm::Communicator> gathers = nullptr;
+  // Parameters without storage (the meta device): called for one unit after the
+  // other in the order given (by default ascending), must return its parameters
+  // with values, in order of their indices. At most one unit is held whole.
+  std::function<std::vector<at::Tensor>(int64_t unit)> materialize = nullptr;
+  std::vector<int64_t> order = {};
+};
+
 class ZERO_API Engine {
  public:
   // [collective] Compares names, shapes, dtypes, order and options between the
@@ -32,7 +46,8 @@ class ZERO_API Engine {
       std::vector<NamedParameter> parameters,
       std::vector<std::pair<std::string, at::Tensor>> buffers,
       const Options& options,
-      std::shared_ptr<comm::Communicator> communicator);
+      std::shared_ptr<comm::Communicator> communicator,
+      const Units& units = {});
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -48,7 +63,7 @@ class ZERO_API Engine {
   // -1 when the tensor is not one of the managed parameters.
   int64_t index_of(const at::Tensor& parameter) const;
 
-  // Stages 1 and 2: what `.grad` is after the reduction, by parameter, instead
+  // Stages 1 to 3: what `.grad` is after the reduction, by parameter, instead
   // of a tensor whose storage raises the error. Undefined entries keep that.
   void set_gradient_stand_ins(std::vector<at::Tensor> stand_ins);
 
@@ -79,13 +94,39 @@ class ZERO_API Engine {
   // clipping, scales gradients by min(1, max_norm / (norm + 1e-6)).
   double clip_grad_norm(double max_norm, double norm_type);
 
+  // Stage 3. Around a forward of a unit's module [collective], and around other
+  // code of the model; inside, operations gather what they read. C++ programs,
+  // whose modules tell nobody of their forward, gather for any operation.
+  void enter_unit(int64_t unit);
+  void leave_unit(int64_t unit) noexcept;
+  void enter_forward();
+  void leave_forward() noexcept;
+  void set_gather_always(bool always);
+  // [collective] Makes the units of these parameters whole, until let_go() with
+  // the same arguments. `writable`: operations may write to them; then let_go() is
+  // collective too and gives rank 0's values of these parameters to all ranks.
+  // Below stage 3 parameters are whole.
+  void hold(const std::vector<int64_t>& indices, bool writable);
+  void let_go(const std::vector<int64_t>& indices, bool writable);
+  // [collective] All units, until reshard() or the next step.
+  void unshard_all();
+  void reshard_all();
+  // Between the two, operations may write to the parameter, as far as this rank is
+  // concerned: its part is kept, so all ranks must write the same. What it holds
+  // of other ranks' parts before it is written is arbitrary. No communication.
+  void begin_load(int64_t index);
+  void end_load(int64_t index);
+  // [collective] Ordinary whole parameters again; the engine is of no use then.
+  void release_parameters();
+  const std::vector<std::string>& unit_names() const;
+
   // Waits for the parameters that a step sent on their way; starts nothing.
   void wait_parameters();
   // [collective] Reduces what backward left unreduced (no_sync) and waits for
   // every transfer in flight.
   void synchronize();
 
-  // [collective at stages 1 and 2] Whole tensors in the parameter's own shape.
+  // [collective at stages 1 to 3] Whole tensors in the parameter's own shape.
   at::Tensor full_parameter(int64_t index);
   at::Tensor full_gradient(int64_t index); // undefined when there is none
   // Native rules' state; "step" is 0-dim fp32. Empty before the first step.
@@ -94,7 +135,7 @@ class ZERO_API Engine {
   // full_state(); an empty map clears it. No communication.
   void load_full_state(int64_t index, const std::map<std::string, at::Tensor>& state);
 
-  // [collective at stages 1 and 2] Any tensor of the shape of shard_parameter()
+  // [collective at stages 1 to 3] Any tensor of the shape of shard_parameter()
   // made whole, and the part of a whole one (no communication).
   at::Tensor unshard(int64_t index, const at::Tensor& shard);
   at::Tensor shard(int64_t index, const at::Tensor& whole);

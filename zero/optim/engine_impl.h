@@ -11,12 +11,16 @@
 #include <zero/sharding/gradients.h>
 #include <zero/sharding/optimizer_state.h>
 #include <zero/sharding/parameter_gather.h>
+#include <zero/sharding/parameters.h>
 
 namespace zero {
 
 struct Engine::Impl final : autograd::AccumulateListener,
                             std::enable_shared_from_this<Engine::Impl> {
-  Impl(const Options& options, std::shared_ptr<comm::Communicator> communicator);
+  Impl(
+      const Options& options,
+      std::shared_ptr<comm::Communicator> communicator,
+      const Units& units);
   ~Impl() override;
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -27,13 +31,20 @@ struct Engine::Impl final : autograd::AccumulateListener,
   // [collective] Checks, broadcasts and manages new parameters.
   void append(
       std::vector<NamedParameter> parameters,
-      const std::vector<std::pair<std::string, at::Tensor>>& buffers);
+      const std::vector<std::pair<std::string, at::Tensor>>& buffers,
+      const Units& units);
+  // [collective] Flat buffers with rank 0's values for parameters that came.
+  void take_in(const std::vector<int64_t>& indices);
+  std::vector<int64_t> units_of(const std::vector<int64_t>& indices) const;
   void broadcast(const at::Tensor& tensor, int64_t root, const std::string& what);
   // Gradients reduced and taken in, parameters in place; not inside backward.
   void settle();
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
   void publish(int64_t bucket);
   bool any_gradient(int64_t bucket) const;
+  // The part of a parameter that this rank owns (at stage 0 and of what is not
+  // sharded: all of it), as elements of it.
+  layout::Range owned(int64_t index) const;
   // The part of a parameter that this rank updates, as elements of it.
   layout::Range updated(int64_t index) const;
   // The same part, as elements of the bucket's reduced gradient and of its state.
@@ -42,12 +53,18 @@ struct Engine::Impl final : autograd::AccumulateListener,
 
   const Options options;
   const std::shared_ptr<comm::Communicator> communicator;
+  const std::shared_ptr<comm::Communicator> gathers; // stage 3: another one
   const std::shared_ptr<memory::Account> account;
+  const std::shared_ptr<memory::SlabPool> pool; // stage 3
   sharding::ParameterTable table;
   sharding::GradientManager gradients;
   sharding::OptimizerStateManager state;
   // Stages 1 and 2 of several ranks: updated shards travel after the step.
   std::unique_ptr<sharding::ParameterGather> gather;
+  std::unique_ptr<sharding::ParameterManager> parameters; // stage 3
+  std::vector<std::string> unit_names;
+  bool unsharded = false; // by unshard_all()
+  bool released = false; // by release_parameters()
   std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter
   int64_t state_tensors = 2; // of the rule in use, for the theory
 };

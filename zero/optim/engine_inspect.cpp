@@ -36,7 +36,16 @@ at::Tensor as_bytes(const at::Tensor& flat) {
 at::Tensor Engine::full_parameter(int64_t index) {
   impl_->settle();
   const at::NoGradGuard no_grad;
-  return impl_->checked(index).parameter.tensor.detach().clone();
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  if (!impl_->parameters) {
+    return entry.parameter.tensor.detach().clone();
+  }
+  const layout::Range part = impl_->owned(index);
+  return unshard(
+      index,
+      part.size() == 0
+          ? at::empty({0}, entry.parameter.tensor.options().requires_grad(false))
+          : impl_->table.values(entry.slot.bucket, entry.slot.offset + part.begin, part.size()));
 }
 
 at::Tensor Engine::full_gradient(int64_t index) {
@@ -49,9 +58,9 @@ at::Tensor Engine::full_gradient(int64_t index) {
 at::Tensor Engine::unshard(int64_t index, const at::Tensor& shard) {
   const sharding::ParameterEntry& entry = impl_->checked(index);
   const at::NoGradGuard no_grad;
-  const layout::Range part = impl_->updated(index);
+  const layout::Range part = impl_->owned(index);
   TORCH_CHECK_VALUE(
-      !entry.trainable || shard.numel() == part.size(),
+      !entry.flat || shard.numel() == part.size(),
       "[zero.optim] expected ",
       part.size(),
       " elements, this rank's part of parameter '",
@@ -147,10 +156,22 @@ void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tens
 
 void Engine::broadcast_parameters(const std::vector<int64_t>& indices, int64_t root) {
   impl_->settle();
+  const std::vector<int64_t> units = impl_->units_of(indices);
+  for (const int64_t unit : units) {
+    TORCH_CHECK(
+        impl_->parameters->whole(unit),
+        "[zero.optim] expected unit ",
+        impl_->parameters->name(unit),
+        " to be held whole by zero.gathered(..., writeback=True) while its parameters are "
+        "broadcast, got a sharded one");
+  }
   for (const int64_t index : indices) {
     const NamedParameter& parameter = impl_->checked(index).parameter;
     impl_->broadcast(parameter.tensor, root, "parameter '" + parameter.name + "'");
     parameter.tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  for (const int64_t unit : units) {
+    impl_->parameters->store(unit);
   }
 }
 

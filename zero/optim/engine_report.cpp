@@ -34,6 +34,9 @@ Engine::Report Engine::report() const {
   report.held = impl_->account->held();
   report.peak = impl_->account->peak();
   report.traffic = impl_->communicator->traffic();
+  if (impl_->gathers != impl_->communicator) {
+    report.traffic.all_gather = impl_->gathers->traffic().all_gather;
+  }
   report.steps = impl_->gradients.steps();
   report.padding = impl_->table.padding_bytes();
   int64_t trainable = 0;
@@ -46,10 +49,15 @@ Engine::Report Engine::report() const {
   }
   const int64_t ranks = world_size();
   const int64_t stage = impl_->options.stage;
-  report.theory_held.parameters = trainable + frozen;
+  report.theory_held.parameters = (trainable + frozen) / (stage == 3 ? ranks : 1);
   report.theory_held.gradients = trainable / (stage >= 2 ? ranks : 1);
   report.theory_held.optimizer_state = impl_->state_tensors * trainable / (stage >= 1 ? ranks : 1);
   report.theory_traffic = 2 * trainable * (ranks - 1) / ranks;
+  if (stage == 3) {
+    // Gathered for forward, and again for backward unless it stayed; reduced once.
+    const int64_t gathers = impl_->options.reshard_after_forward == "false" ? 1 : 2;
+    report.theory_traffic = (trainable + gathers * (trainable + frozen)) * (ranks - 1) / ranks;
+  }
   return report;
 }
 

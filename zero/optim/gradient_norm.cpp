@@ -50,6 +50,9 @@ double gradient_norm(
   kernels::ExactSum own;
   bool all_double = table.bucket_count() > 0;
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
+    if (!table.bucket(b).trainable) {
+      continue;
+    }
     const auto type = table.bucket(b).options.dtype().toScalarType();
     all_double = all_double && type == at::kDouble;
     // The own shard at every stage: replicated gradients count once.

@@ -88,13 +88,14 @@ void native_step(
   // so that all take part when it is made whole.
   const auto& tensors = state.tensors(bucket, sharding::state_names(rule), held.size());
   const at::Tensor& values = table.bucket(bucket).values.tensor();
+  const int64_t first = table.bucket(bucket).held.begin;
   const at::Tensor reduced = gradients.reduced(bucket);
   const kernels::Type type = kernel_type(values.scalar_type());
   for (const Run& run : steps) {
     const int64_t begin = run.range.begin - held.begin;
     const Stretch stretch{
         type,
-        element(values, run.range.begin),
+        element(values, run.range.begin - first),
         element(reduced, begin),
         tensors,
         begin,

@@ -1,6 +1,7 @@
 #include <zero/optim/zero_optimizer.h>
 
 #include <algorithm>
+#include <numeric>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -9,6 +10,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <zero/comm/communicator.h>
+#include <zero/layout/units.h>
+#include <zero/nn/module_tree.h>
 
 namespace zero {
 namespace {
@@ -47,6 +50,28 @@ parameters_of(torch::nn::Module& module, const Options& options, const GroupOf* 
   return parameters;
 }
 
+// Gives each parameter its unit; returns the units' names.
+std::vector<std::string> assign_units(
+    const torch::nn::Module& module,
+    const Options& options,
+    std::vector<NamedParameter>& parameters) {
+  std::unordered_map<const c10::TensorImpl*, int64_t> index_of;
+  std::vector<int64_t> numels;
+  for (const NamedParameter& parameter : parameters) {
+    index_of.emplace(
+        parameter.tensor.unsafeGetTensorImpl(), static_cast<int64_t>(numels.size()));
+    numels.push_back(parameter.tensor.numel());
+  }
+  const layout::UnitLayout units = layout::make_units(
+      nn::read_modules(module, index_of, options.units),
+      numels,
+      {.by_default = options.units.empty(), .min_unit_numel = options.min_unit_numel});
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    parameters[i].unit = units.unit_of_parameter[i];
+  }
+  return units.names;
+}
+
 std::shared_ptr<Engine> make_engine(
     torch::nn::Module& module,
     const Options& options,
@@ -63,11 +88,16 @@ std::shared_ptr<Engine> make_engine(
     }
   }
   const Group ranks = group ? group : init(options.timeout);
-  return Engine::create(
-      std::move(parameters),
-      std::move(buffers),
-      options,
-      comm::make_communicator(ranks, options.timeout));
+  auto communicator = comm::make_communicator(ranks, options.timeout);
+  Units units;
+  if (options.stage == 3) {
+    units.names = assign_units(module, options, parameters);
+    units.gathers = comm::make_communicator(ranks, options.timeout);
+  }
+  auto engine = Engine::create(
+      std::move(parameters), std::move(buffers), options, std::move(communicator), units);
+  engine->set_gather_always(true); // modules of C++ don't tell of their forward
+  return engine;
 }
 
 int64_t index_in(Engine& engine, const at::Tensor& parameter) {
@@ -160,6 +190,23 @@ double ZeroOptimizer::grad_norm(double norm_type) {
 
 void ZeroOptimizer::synchronize() {
   engine_->synchronize();
+}
+
+void ZeroOptimizer::gathered(const std::function<void()>& body, bool writeback) {
+  std::vector<int64_t> all(engine_->parameter_count());
+  std::iota(all.begin(), all.end(), 0);
+  engine_->hold(all, writeback);
+  try {
+    body();
+  } catch (...) {
+    engine_->let_go(all, writeback);
+    throw;
+  }
+  engine_->let_go(all, writeback);
+}
+
+void ZeroOptimizer::release() {
+  engine_->release_parameters();
 }
 
 ZeroOptimizer::NoSync::NoSync(std::shared_ptr<Engine> engine)

@@ -74,6 +74,15 @@ class ZERO_API ZeroOptimizer {
   // [collective] Waits for every transfer in flight.
   void synchronize();
 
+  // [collective] Runs `body` with whole parameters (stage 3; below it they are
+  // whole). With `writeback` it may write to them, and rank 0's values go to all
+  // ranks at the end; without, writes raise.
+  void gathered(const std::function<void()>& body, bool writeback = false);
+  // [collective] Gives the module its parameters back, whole and in memory of
+  // their own. Without it, those of stage 3 have no data once the optimizer is
+  // gone, and say so. Nothing else may be called afterwards.
+  void release();
+
   // Backward accumulates without traffic while the guard lives; it costs the
   // whole gradient in memory.
   class ZERO_API NoSync {
@@ -107,7 +116,7 @@ class ZERO_API ZeroOptimizer {
   std::vector<at::Tensor> shards_; // its parameters, by index
 };
 
-// [collective at stages 1 and 2] Whole tensors of a managed parameter, for
+// [collective at stages 1 to 3] Whole tensors of a managed parameter, for
 // inspection. full_grad: undefined where there is no gradient.
 ZERO_API at::Tensor full_param(ZeroOptimizer& optimizer, const at::Tensor& parameter);
 ZERO_API at::Tensor full_grad(ZeroOptimizer& optimizer, const at::Tensor& parameter);

@@ -21,6 +21,11 @@ std::string describe(const Options& options) {
   line << "options: stage " << options.stage << ", bucket_bytes " << options.bucket_bytes
        << ", first_bucket_bytes " << options.first_bucket_bytes << ", average " << options.average
        << ", transport " << options.transport;
+  if (options.stage == 3) {
+    line << ", prefetch " << options.prefetch << ", reshard_after_forward "
+         << options.reshard_after_forward << ", max_live_numel "
+         << options.max_live_numel.value_or(-1);
+  }
   return line.str();
 }
 
@@ -32,7 +37,7 @@ std::vector<std::string> lines_of(
   for (const NamedParameter& parameter : parameters) {
     lines.push_back(
         "parameter '" + parameter.name + "' (" + describe(parameter.tensor) + ", group " +
-        std::to_string(parameter.group) + ")");
+        std::to_string(parameter.group) + ", unit " + std::to_string(parameter.unit) + ")");
   }
   for (const auto& [name, tensor] : buffers) {
     lines.push_back("buffer '" + name + "' (" + describe(tensor) + ")");

@@ -122,26 +122,26 @@ class ReplicatedGradients final : public WholeGradients {
   }
 };
 
-// A bucket being filled, in a buffer that may be larger.
-struct OpenBucket {
-  FlatBuffer buffer = {};
-  at::Tensor tensor = {};
-};
-
 class ShardedGradients final : public GradientStorage {
  public:
-  explicit ShardedGradients(const GradientContext& context) : context_(context) {}
+  ShardedGradients(const GradientContext& context, std::shared_ptr<memory::SlabPool> pool)
+      : context_(context),
+        keeps_pool_(pool != nullptr),
+        pool_(keeps_pool_ ? std::move(pool) : std::make_shared<memory::SlabPool>(context.account)) {
+  }
 
   const at::Tensor& open(int64_t bucket) override {
-    OpenBucket& opened = at_bucket(open_, bucket);
-    if (!opened.buffer) {
-      opened = take(bucket);
+    memory::Slab& opened = at_bucket(open_, bucket);
+    if (!opened) {
+      const BucketEntry& entry = context_.table.bucket(bucket);
+      opened = pool_->take(entry.layout.numel, entry.options);
+      memory::zero_elements(opened.tensor, 0, entry.layout.numel);
     }
     return opened.tensor;
   }
 
   bool is_open(int64_t bucket) const override {
-    return bucket < static_cast<int64_t>(open_.size()) && open_[bucket].buffer;
+    return bucket < static_cast<int64_t>(open_.size()) && open_[bucket];
   }
 
   at::Tensor reduced(int64_t bucket) override {
@@ -170,7 +170,7 @@ class ShardedGradients final : public GradientStorage {
   }
 
   void finish(int64_t bucket) override {
-    free_.push_back(std::move(open_[bucket].buffer));
+    pool_->give(std::move(open_[bucket]));
     open_[bucket] = {};
   }
 
@@ -179,12 +179,14 @@ class ShardedGradients final : public GradientStorage {
   }
 
   void end_backward() override {
-    free_.clear();
+    if (!keeps_pool_) {
+      pool_->clear();
+    }
   }
 
   void close_all() override {
     open_.clear();
-    free_.clear();
+    end_backward();
   }
 
  private:
@@ -198,30 +200,11 @@ class ShardedGradients final : public GradientStorage {
     return shard;
   }
 
-  // A free buffer that is large enough, zeroed, or a new one.
-  OpenBucket take(int64_t bucket) {
-    const BucketEntry& entry = context_.table.bucket(bucket);
-    const int64_t numel = entry.layout.numel;
-    for (size_t i = 0; i < free_.size(); ++i) {
-      const at::Tensor& tensor = free_[i].tensor();
-      if (tensor.numel() >= numel && tensor.dtype() == entry.options.dtype()) {
-        OpenBucket opened{std::move(free_[i]), {}};
-        free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
-        opened.tensor = opened.buffer.view(0, numel);
-        memory::zero_elements(opened.tensor, 0, numel);
-        return opened;
-      }
-    }
-    free_.clear();
-    OpenBucket opened{{numel, entry.options, Purpose::buffers, context_.account}, {}};
-    opened.tensor = opened.buffer.tensor();
-    return opened;
-  }
-
   GradientContext context_;
-  std::vector<OpenBucket> open_;
+  const bool keeps_pool_;
+  std::shared_ptr<memory::SlabPool> pool_;
+  std::vector<memory::Slab> open_;
   std::vector<FlatBuffer> shards_;
-  std::vector<FlatBuffer> free_;
 };
 
 } // namespace
@@ -234,8 +217,10 @@ std::unique_ptr<GradientStorage> make_whole_gradients(const GradientContext& con
   return std::make_unique<WholeGradients>(context);
 }
 
-std::unique_ptr<GradientStorage> make_sharded_gradients(const GradientContext& context) {
-  return std::make_unique<ShardedGradients>(context);
+std::unique_ptr<GradientStorage> make_sharded_gradients(
+    const GradientContext& context,
+    std::shared_ptr<memory::SlabPool> pool) {
+  return std::make_unique<ShardedGradients>(context, std::move(pool));
 }
 
 } // namespace zero::sharding

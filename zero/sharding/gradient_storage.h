@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <zero/comm/communicator.h>
+#include <zero/memory/slab_pool.h>
 #include <zero/sharding/parameter_table.h>
 
 namespace zero::sharding {
@@ -54,7 +55,10 @@ struct GradientContext {
 std::unique_ptr<GradientStorage> make_replicated_gradients(const GradientContext& context);
 // Stage 1: the whole gradient is held, this rank's shard of it is reduced.
 std::unique_ptr<GradientStorage> make_whole_gradients(const GradientContext& context);
-// Stage 2.
-std::unique_ptr<GradientStorage> make_sharded_gradients(const GradientContext& context);
+// Stage 2; stage 3, with a pool of slabs that it shares with unsharded units and
+// that keeps its memory between backwards.
+std::unique_ptr<GradientStorage> make_sharded_gradients(
+    const GradientContext& context,
+    std::shared_ptr<memory::SlabPool> pool = nullptr);
 
 } // namespace zero::sharding

@@ -1,5 +1,7 @@
 #include <zero/sharding/gradients.h>
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -45,8 +47,21 @@ void GradientManager::grow() {
   for (auto b = static_cast<int64_t>(buckets_.size()); b < table_.bucket_count(); ++b) {
     buckets_.emplace_back();
     buckets_.back().pending = static_cast<int64_t>(table_.bucket(b).layout.parameters.size());
-    order_.push_back(b);
+    if (table_.bucket(b).trainable) {
+      order_.push_back(b);
+    }
   }
+}
+
+void GradientManager::expect_order(const std::vector<int64_t>& order) {
+  const std::lock_guard lock(mutex_);
+  if (order_adapted_) {
+    return;
+  }
+  order_.clear();
+  std::copy_if(order.begin(), order.end(), std::back_inserter(order_), [this](int64_t bucket) {
+    return table_.bucket(bucket).trainable;
+  });
 }
 
 void GradientManager::set_stand_ins(std::vector<at::Tensor> stand_ins) {
@@ -136,7 +151,7 @@ void GradientManager::put_aside(int64_t bucket, int64_t index) {
   }
 }
 
-void GradientManager::after_accumulate(int64_t index) {
+int64_t GradientManager::after_accumulate(int64_t index) {
   const std::lock_guard lock(mutex_);
   Slot& slot = slots_[index];
   at::Tensor& grad = grad_of(index);
@@ -146,16 +161,19 @@ void GradientManager::after_accumulate(int64_t index) {
     slot.alias.copy_(grad.detach());
     grad = slot.alias;
   }
+  int64_t complete = -1;
   if (!slot.seen) {
     slot.seen = true;
     const int64_t bucket = table_.entry(index).slot.bucket;
     if (--buckets_[bucket].pending == 0) {
       completed_.push_back(bucket);
+      complete = bucket;
     }
   }
   if (active_sync_) {
     launch_complete();
   }
+  return complete;
 }
 
 void GradientManager::launch_complete() {

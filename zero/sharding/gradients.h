@@ -43,7 +43,14 @@ class GradientManager {
   // opened, or 0 when one is open; its end is reported by end_backward, or its
   // loss by abandon, with that number.
   int64_t before_accumulate(int64_t index);
-  void after_accumulate(int64_t index);
+  // Gives the bucket whose last gradient of this backward this was, or -1.
+  int64_t after_accumulate(int64_t index);
+  // Stage 3: the order in which buckets are launched, until a backward has shown
+  // its own.
+  void expect_order(const std::vector<int64_t>& order);
+  bool order_known() const {
+    return order_adapted_;
+  }
   void end_backward(int64_t backward);
   void abandon(int64_t backward) noexcept;
 

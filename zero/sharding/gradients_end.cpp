@@ -90,7 +90,7 @@ GradientManager::Agreement GradientManager::agree() {
   const int64_t used_bytes = bytes_for(parameters);
   const int64_t late_bytes = bytes_for(bucket_count);
   const int64_t order_bytes =
-      order_adapted_ ? 0 : static_cast<int64_t>(bucket_count * sizeof(int64_t));
+      order_adapted_ ? 0 : static_cast<int64_t>(order_.size() * sizeof(int64_t));
   at::Tensor message = at::empty({used_bytes + late_bytes + order_bytes}, at::kByte);
   auto* bytes = message.mutable_data_ptr<uint8_t>();
   std::memset(bytes, 0, message.numel());

@@ -10,12 +10,18 @@ namespace zero::sharding {
 namespace {
 
 // Families: what may share a flat buffer.
-using FamilyKey = std::tuple<int64_t, c10::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+using FamilyKey =
+    std::tuple<int64_t, int64_t, bool, c10::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 
-FamilyKey family_of(const NamedParameter& parameter) {
-  const at::Tensor& tensor = parameter.tensor;
+// At stage 3 a unit is gathered and reduced as a whole, however large.
+constexpr int64_t kUnlimited = int64_t{1} << 60;
+
+FamilyKey family_of(const ParameterEntry& entry, bool by_unit) {
+  const at::Tensor& tensor = entry.parameter.tensor;
   return {
-      parameter.group,
+      by_unit ? entry.parameter.unit : 0,
+      entry.parameter.group,
+      entry.trainable,
       tensor.scalar_type(),
       tensor.device().type(),
       tensor.device().has_index() ? tensor.device().index() : c10::DeviceIndex(0)};
@@ -36,8 +42,9 @@ ParameterTable::ParameterTable(
     int64_t rank,
     int64_t world_size,
     std::shared_ptr<memory::Account> account)
-    : bucket_bytes_(options.bucket_bytes),
-      first_bucket_bytes_(options.first_bucket_bytes),
+    : sharded_(options.stage == 3),
+      bucket_bytes_(sharded_ ? kUnlimited : options.bucket_bytes),
+      first_bucket_bytes_(sharded_ ? kUnlimited : options.first_bucket_bytes),
       rank_(rank),
       world_size_(world_size),
       account_(std::move(account)) {}
@@ -76,39 +83,54 @@ bool ParameterTable::owns_its_storage(const at::Tensor& tensor) const {
 }
 
 void ParameterTable::append(std::vector<NamedParameter> parameters) {
-  std::vector<int64_t> trainable;
   for (NamedParameter& parameter : parameters) {
-    const int64_t index = size();
-    index_.emplace(parameter.tensor.unsafeGetTensorImpl(), index);
+    index_.emplace(parameter.tensor.unsafeGetTensorImpl(), size());
     ++sharers_[parameter.tensor.storage().unsafeGetStorageImpl()];
     ParameterEntry entry;
     entry.trainable = parameter.tensor.requires_grad();
+    entry.flat = entry.trainable || sharded_;
     entry.parameter = std::move(parameter);
-    entries_.push_back(std::move(entry));
-    if (entries_.back().trainable) {
-      trainable.push_back(index);
-    } else {
+    if (!entry.flat) {
       account_->add(
-          memory::Purpose::parameters,
-          static_cast<int64_t>(entries_.back().parameter.tensor.nbytes()));
+          memory::Purpose::parameters, static_cast<int64_t>(entry.parameter.tensor.nbytes()));
     }
-  }
-  if (!trainable.empty()) {
-    add_buckets(trainable);
+    entries_.push_back(std::move(entry));
   }
 }
 
-void ParameterTable::add_buckets(const std::vector<int64_t>& trainable) {
+void ParameterTable::replace(int64_t index, at::Tensor tensor) {
+  NamedParameter& parameter = entries_[index].parameter;
+  TORCH_CHECK_VALUE(
+      tensor.sizes() == parameter.tensor.sizes() && tensor.dtype() == parameter.tensor.dtype() &&
+          tensor.requires_grad() == parameter.tensor.requires_grad(),
+      "[zero.sharding] expected parameter '",
+      parameter.name,
+      "' to be materialized as it was declared, ",
+      parameter.tensor.dtype(),
+      " of shape ",
+      parameter.tensor.sizes(),
+      ", got ",
+      tensor.dtype(),
+      " of shape ",
+      tensor.sizes());
+  index_.erase(parameter.tensor.unsafeGetTensorImpl());
+  sharers_.erase(parameter.tensor.storage().unsafeGetStorageImpl());
+  index_.emplace(tensor.unsafeGetTensorImpl(), index);
+  ++sharers_[tensor.storage().unsafeGetStorageImpl()];
+  parameter.tensor = std::move(tensor);
+}
+
+void ParameterTable::lay_out(const std::vector<int64_t>& indices) {
   std::map<FamilyKey, int64_t> families;
   std::vector<layout::ParameterSpec> specs;
-  for (const int64_t index : trainable) {
+  for (const int64_t index : indices) {
     at::Tensor& tensor = entries_[index].parameter.tensor;
     if (!tensor.is_non_overlapping_and_dense()) {
       const at::NoGradGuard no_grad;
       tensor.set_data(tensor.detach().contiguous());
       ++sharers_[tensor.storage().unsafeGetStorageImpl()];
     }
-    const auto key = family_of(entries_[index].parameter);
+    const auto key = family_of(entries_[index], sharded_);
     const auto family =
         families.try_emplace(key, static_cast<int64_t>(families.size())).first->second;
     specs.push_back({tensor.numel(), static_cast<int64_t>(tensor.itemsize()), family});
@@ -121,25 +143,55 @@ void ParameterTable::add_buckets(const std::vector<int64_t>& trainable) {
     std::vector<std::string> names;
     for (int64_t& parameter : bucket.parameters) {
       const layout::Slot slot = flat.slots[parameter];
-      parameter = trainable[parameter];
+      parameter = indices[parameter];
       entries_[parameter].slot = {first + slot.bucket, slot.offset, slot.numel};
       names.push_back(entries_[parameter].parameter.name);
     }
-    const at::Tensor& sample = entries_[bucket.parameters.front()].parameter.tensor;
-    entry.options = at::TensorOptions().dtype(sample.dtype()).device(sample.device());
+    const ParameterEntry& sample = entries_[bucket.parameters.front()];
+    entry.options = at::TensorOptions()
+                        .dtype(sample.parameter.tensor.dtype())
+                        .device(sample.parameter.tensor.device());
+    entry.trainable = sample.trainable;
+    entry.unit = sample.parameter.unit;
     entry.what = describe(bucket_count(), names);
-    entry.values =
-        memory::FlatBuffer(bucket.numel, entry.options, memory::Purpose::parameters, account_);
     entry.layout = std::move(bucket);
-    // One bucket after another, so that at most one is held twice.
-    for (const int64_t index : entry.layout.parameters) {
-      ParameterEntry& managed = entries_[index];
-      at::Tensor& tensor = managed.parameter.tensor;
-      managed.view = memory::SlabView::adopt(
-          tensor, entry.values.tensor(), managed.slot.offset, owns_its_storage(tensor));
-    }
     buckets_.push_back(std::move(entry));
   }
+}
+
+// One bucket after another, so that at most one is held twice.
+void ParameterTable::adopt(int64_t bucket) {
+  BucketEntry& entry = buckets_[bucket];
+  entry.values =
+      memory::FlatBuffer(entry.layout.numel, entry.options, memory::Purpose::parameters, account_);
+  entry.held = {0, entry.layout.numel};
+  for (const int64_t index : entry.layout.parameters) {
+    ParameterEntry& managed = entries_[index];
+    at::Tensor& tensor = managed.parameter.tensor;
+    managed.view = memory::SlabView::adopt(
+        tensor, entry.values.tensor(), managed.slot.offset, owns_its_storage(tensor));
+  }
+}
+
+void ParameterTable::shard_values(int64_t bucket) {
+  BucketEntry& entry = buckets_[bucket];
+  const layout::Range own = shard(bucket);
+  memory::FlatBuffer kept(own.size(), entry.options, memory::Purpose::parameters, account_);
+  memory::copy_elements(kept.tensor(), 0, entry.values.tensor(), own.begin, own.size());
+  for (const int64_t index : entry.layout.parameters) {
+    entries_[index].view.release(sharded(index));
+  }
+  entry.values = std::move(kept);
+  entry.held = own;
+}
+
+at::Tensor ParameterTable::values(int64_t bucket, int64_t begin, int64_t numel) const {
+  return buckets_[bucket].values.view(begin - buckets_[bucket].held.begin, numel);
+}
+
+std::string ParameterTable::sharded(int64_t index) const {
+  return "[zero.sharding] parameter '" + entries_[index].parameter.name + "' is sharded (rank " +
+      std::to_string(rank_) + " of " + std::to_string(world_size_) + ")";
 }
 
 int64_t ParameterTable::index_of(const at::Tensor& tensor) const {
@@ -158,41 +210,65 @@ int64_t ParameterTable::padding_bytes() const {
   return bytes;
 }
 
+void ParameterTable::check_moved(const ParameterEntry& entry) const {
+  const at::Tensor& tensor = entry.parameter.tensor;
+  const BucketEntry& bucket = buckets_[entry.slot.bucket];
+  TORCH_CHECK_TYPE(
+      tensor.dtype() == bucket.options.dtype() && tensor.device() == bucket.options.device() &&
+          tensor.numel() == entry.slot.numel,
+      "[zero.sharding] parameter '",
+      entry.parameter.name,
+      "' was moved: expected ",
+      entry.slot.numel,
+      " elements of ",
+      bucket.options.dtype(),
+      " on ",
+      bucket.options.device(),
+      ", found ",
+      tensor.numel(),
+      " of ",
+      tensor.dtype(),
+      " on ",
+      tensor.device(),
+      " (rank ",
+      rank_,
+      " of ",
+      world_size_,
+      "); convert or move the model before wrapping it");
+}
+
 void ParameterTable::reattach() {
-  for (ParameterEntry& entry : entries_) {
+  for (int64_t index = 0; index < size(); ++index) {
+    ParameterEntry& entry = entries_[index];
     at::Tensor& tensor = entry.parameter.tensor;
-    if (!entry.trainable || entry.view.holds(tensor)) {
+    if (!entry.flat || entry.view.holds(tensor)) {
       continue;
     }
-    const BucketEntry& bucket = buckets_[entry.slot.bucket];
-    TORCH_CHECK_TYPE(
-        tensor.dtype() == bucket.options.dtype() && tensor.device() == bucket.options.device() &&
-            tensor.numel() == entry.slot.numel,
-        "[zero.sharding] parameter '",
-        entry.parameter.name,
-        "' was moved: expected ",
-        entry.slot.numel,
-        " elements of ",
-        bucket.options.dtype(),
-        " on ",
-        bucket.options.device(),
-        ", found ",
-        tensor.numel(),
-        " of ",
-        tensor.dtype(),
-        " on ",
-        tensor.device(),
-        " (rank ",
-        rank_,
-        " of ",
-        world_size_,
-        "); convert or move the model before wrapping it");
+    check_moved(entry);
     if (!tensor.is_non_overlapping_and_dense()) {
       const at::NoGradGuard no_grad;
       tensor.set_data(tensor.detach().contiguous());
     }
-    entry.view.take_back(tensor, bucket.values.tensor(), entry.slot.offset);
+    if (sharded_) {
+      load(index, tensor);
+      entry.view.take_back(tensor);
+    } else {
+      entry.view.take_back(
+          tensor, buckets_[entry.slot.bucket].values.tensor(), entry.slot.offset);
+    }
   }
+}
+
+void ParameterTable::load(int64_t index, const at::Tensor& whole) {
+  const ParameterEntry& entry = entries_[index];
+  const layout::Range held = buckets_[entry.slot.bucket].held;
+  const layout::Range part = layout::within(entry.slot, held);
+  memory::copy_elements(
+      buckets_[entry.slot.bucket].values.tensor(),
+      entry.slot.offset + part.begin - held.begin,
+      whole,
+      part.begin,
+      part.size());
 }
 
 } // namespace zero::sharding

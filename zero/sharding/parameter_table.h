@@ -24,20 +24,25 @@ struct NamedParameter {
   std::string name;
   at::Tensor tensor;
   int64_t group = 0; // index of the parameter group
+  int64_t unit = 0; // index of the unit (stage 3)
 };
 
 namespace sharding {
 
 struct ParameterEntry {
   NamedParameter parameter;
-  bool trainable = true; // requires_grad at wrap; others are only broadcast
-  layout::Slot slot; // trainable ones only
+  bool trainable = true; // requires_grad at wrap
+  bool flat = false; // lies in a bucket; frozen ones below stage 3 are only broadcast
+  layout::Slot slot; // flat ones only
   memory::SlabView view;
 };
 
 struct BucketEntry {
   layout::Bucket layout; // parameters by their index in the table
-  memory::FlatBuffer values;
+  bool trainable = true;
+  int64_t unit = 0;
+  memory::FlatBuffer values; // of the elements in `held`
+  layout::Range held; // everything, or this rank's shard once sharded
   std::string what; // for errors: "bucket 2 (blocks.3.up.weight ...)"
   at::TensorOptions options;
 };
@@ -52,8 +57,17 @@ class ParameterTable {
 
   // Throws on what cannot be managed, by name; no communication.
   void check_new(const std::vector<NamedParameter>& parameters) const;
-  // Lays new parameters out in buckets of their own and moves their values there.
+  // Takes new parameters in, without laying them out.
   void append(std::vector<NamedParameter> parameters);
+  // A parameter without values gets a tensor that has them, of the same shape.
+  void replace(int64_t index, at::Tensor tensor);
+  // Lays parameters out in buckets of their own; adopt() moves a bucket's
+  // parameters into a flat buffer.
+  void lay_out(const std::vector<int64_t>& indices);
+  void adopt(int64_t bucket);
+  // Stage 3: keeps this rank's shard of an adopted bucket only. Its parameters
+  // have no data from then on.
+  void shard_values(int64_t bucket);
 
   int64_t size() const {
     return static_cast<int64_t>(entries_.size());
@@ -85,16 +99,23 @@ class ParameterTable {
   layout::Range shard(int64_t bucket) const {
     return buckets_[bucket].layout.shard(rank_);
   }
+  // Elements [begin, begin + numel) of a bucket, which must be held.
+  at::Tensor values(int64_t bucket, int64_t begin, int64_t numel) const;
   int64_t padding_bytes() const;
 
   // Parameters that the user moved to other storage (`p.data = x`) come back
   // with their values; another shape, dtype or device is an error by name.
   void reattach();
+  // Takes this rank's part of a whole tensor of the parameter's shape.
+  void load(int64_t index, const at::Tensor& whole);
+  // "parameter 'name' is sharded (rank 1 of 4)"
+  std::string sharded(int64_t index) const;
 
  private:
-  void add_buckets(const std::vector<int64_t>& trainable);
+  void check_moved(const ParameterEntry& entry) const;
   bool owns_its_storage(const at::Tensor& tensor) const;
 
+  const bool sharded_; // stage 3
   const int64_t bucket_bytes_;
   const int64_t first_bucket_bytes_;
   const int64_t rank_;

@@ -1,0 +1,147 @@
+"""What stage 3 installs on a user's modules, and how to take it off again.
+
+Forward hooks call straight into C++. State dicts hold whole values: each module's own parameters
+are made whole (or written to) one after the other. The modules own the engine through the hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C
+from ._autocast import CastPacking
+from ._units import Found
+
+_keep_whole = True
+
+
+@contextlib.contextmanager
+def dropping_values() -> Iterator[None]:
+    """Inside, state dicts take part in gathering values, and drop them."""
+    global _keep_whole
+    _keep_whole = False
+    try:
+        yield
+    finally:
+        _keep_whole = True
+
+
+def attach(engine: _C.Engine, module: nn.Module, found: Found) -> None:
+    """Hooks on the module's units and on all its modules that hold managed parameters."""
+    handles: list[Any] = []
+    casts = CastHooks(engine)
+    for part, unit in found.modules:
+        enter, leave = _C.UnitHook(engine, unit, True), _C.UnitHook(engine, unit, False)
+        handles.append(part.register_forward_pre_hook(enter, prepend=True))
+        handles.append(part.register_forward_hook(leave, always_call=True))
+        if part is module:
+            handles.append(part.register_forward_pre_hook(casts.enter, prepend=True))
+            handles.append(part.register_forward_hook(casts.leave, always_call=True))
+    _attached[engine] = _Attached(weakref.ref(module), handles)
+    extend(engine)
+
+
+def extend(engine: _C.Engine) -> None:
+    """Hooks on the state dicts of modules that hold managed parameters by now."""
+    attached = _attached.get(engine)
+    module = None if attached is None else attached.module()
+    if attached is None or module is None:
+        return
+    state = StateHooks(weakref.ref(engine))
+    for part in module.modules():
+        if part not in attached.with_state and _indices(engine, part):
+            attached.with_state.add(part)
+            attached.handles += [
+                part._register_state_dict_hook(state.make_whole),
+                part.register_load_state_dict_pre_hook(state.before_load),
+                part.register_load_state_dict_post_hook(state.after_load),
+            ]
+
+
+def detach(engine: _C.Engine) -> None:
+    """Takes the hooks off again."""
+    attached = _attached.pop(engine, None)
+    for handle in [] if attached is None else attached.handles:
+        handle.remove()
+
+
+@dataclass
+class _Attached:
+    module: weakref.ref[nn.Module]
+    handles: list[Any]
+    with_state: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+
+
+_attached: weakref.WeakKeyDictionary[_C.Engine, _Attached] = weakref.WeakKeyDictionary()
+
+
+class CastHooks:
+    """Around the root's forward: autograd keeps parameters instead of casts of them."""
+
+    def __init__(self, engine: _C.Engine) -> None:
+        reference = weakref.ref(engine)
+        self._packing = CastPacking(lambda tensor: _manages(reference, tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastHooks:
+        return self
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._packing.enter()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._packing.exit()
+
+
+class StateHooks:
+    """State dicts of modules whose parameters are sharded."""
+
+    def __init__(self, engine: weakref.ref[_C.Engine]) -> None:
+        self._engine = engine
+
+    def _own(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
+        engine = self._engine()
+        for key, parameter in module._parameters.items():
+            if engine is not None and parameter is not None:
+                index = engine.index_of(parameter)
+                if index >= 0:
+                    yield key, parameter, index
+
+    def make_whole(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        engine = self._engine()
+        for key, parameter, index in self._own(module):
+            name = prefix + key
+            if engine is None or state.get(name) is None or state[name] is parameter:
+                continue  # dropped by the user's own hook, or asked for with keep_vars=True
+            whole = engine.full_parameter(index)
+            state[name] = whole if _keep_whole else None
+
+    def before_load(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        engine = self._engine()
+        for _key, _parameter, index in self._own(module):
+            if engine is not None:
+                engine.begin_load(index)
+
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        engine = self._engine()
+        for index in _indices(engine, module):
+            assert engine is not None
+            engine.end_load(index)
+
+
+def _indices(engine: _C.Engine | None, module: nn.Module) -> list[int]:
+    if engine is None:
+        return []
+    found = [engine.index_of(p) for p in module.parameters(recurse=False)]
+    return [index for index in found if index >= 0]
+
+
+def _manages(engine: weakref.ref[_C.Engine], tensor: torch.Tensor) -> bool:
+    alive = engine()
+    return alive is not None and alive.index_of(tensor) >= 0

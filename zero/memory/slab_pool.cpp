@@ -1,0 +1,48 @@
+#include <zero/memory/slab_pool.h>
+
+namespace zero::memory {
+
+Slab SlabPool::take(int64_t numel, const at::TensorOptions& options) {
+  const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  Slab slab;
+  {
+    const std::lock_guard lock(mutex_);
+    auto best = free_.end();
+    for (auto it = free_.begin(); it != free_.end(); ++it) {
+      const at::Tensor& held = it->bytes.tensor();
+      const bool fits = held.numel() >= bytes && held.device() == options.device();
+      if (fits && (best == free_.end() || held.numel() < best->bytes.tensor().numel())) {
+        best = it;
+      }
+    }
+    if (best != free_.end()) {
+      slab.bytes = std::move(best->bytes);
+      free_.erase(best);
+    }
+  }
+  if (!slab.bytes) {
+    slab.bytes = FlatBuffer(bytes, options.dtype(at::kByte), Purpose::buffers, account_);
+  }
+  slab.tensor = tensor_over(slab.bytes.tensor().storage(), {numel}, {1}, options);
+  return slab;
+}
+
+void SlabPool::give(Slab slab) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back({std::move(slab.bytes), true});
+}
+
+void SlabPool::trim() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(free_, [](const Free& item) { return !item.used; });
+  for (Free& item : free_) {
+    item.used = false;
+  }
+}
+
+void SlabPool::clear() {
+  const std::lock_guard lock(mutex_);
+  free_.clear();
+}
+
+} // namespace zero::memory

@@ -1,0 +1,50 @@
+#pragma once
+
+// Slabs that come and go: unsharded units and open gradient buckets take their
+// memory here and give it back, so that steady training allocates nothing and
+// peaks at the same bytes in every step.
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <zero/memory/flat_buffer.h>
+
+namespace zero::memory {
+
+// Elements of one dtype at the start of a pooled buffer.
+struct Slab {
+  FlatBuffer bytes = {};
+  at::Tensor tensor = {};
+  explicit operator bool() const {
+    return tensor.defined();
+  }
+};
+
+// Thread-safe. Counted as Purpose::buffers, also while free.
+class SlabPool {
+ public:
+  explicit SlabPool(std::shared_ptr<Account> account) : account_(std::move(account)) {}
+
+  // `numel` elements of any value.
+  Slab take(int64_t numel, const at::TensorOptions& options);
+  void give(Slab slab);
+  // Lets go of free slabs that were not taken since the last trim.
+  void trim();
+  void clear();
+  const std::shared_ptr<Account>& account() const {
+    return account_;
+  }
+
+ private:
+  struct Free {
+    FlatBuffer bytes;
+    bool used = false; // since the last trim
+  };
+  std::mutex mutex_;
+  std::vector<Free> free_;
+  std::shared_ptr<Account> account_;
+};
+
+} // namespace zero::memory

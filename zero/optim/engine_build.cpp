@@ -1,0 +1,110 @@
+// How an engine takes parameters in: compared, materialized, broadcast and laid out.
+
+#include <zero/optim/engine_impl.h>
+
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include <zero/sharding/agreement.h>
+
+namespace zero {
+
+void Engine::Impl::broadcast(const at::Tensor& tensor, int64_t root, const std::string& what) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = tensor.detach().contiguous();
+  communicator->broadcast(dense, root, {what, 0, gradients.steps(), false})->wait();
+  if (!dense.is_alias_of(tensor)) {
+    tensor.detach().copy_(dense);
+  }
+}
+
+void Engine::Impl::append(
+    std::vector<NamedParameter> added,
+    const std::vector<std::pair<std::string, at::Tensor>>& buffers,
+    const Units& units) {
+  table.check_new(added);
+  sharding::require_agreement(*communicator, added, buffers, options);
+  const int64_t first = table.size();
+  unit_names.insert(unit_names.end(), units.names.begin(), units.names.end());
+  std::vector<std::vector<int64_t>> by_unit(parameters ? unit_names.size() : 1);
+  std::vector<int64_t> frozen;
+  for (const NamedParameter& parameter : added) {
+    const int64_t index = first + static_cast<int64_t>(&parameter - added.data());
+    if (parameters) {
+      by_unit.at(parameter.unit).push_back(index);
+    } else {
+      (parameter.tensor.requires_grad() ? by_unit.front() : frozen).push_back(index);
+    }
+  }
+  table.append(std::move(added));
+  for (size_t position = 0; position < by_unit.size(); ++position) {
+    const int64_t unit = position < units.order.size() ? units.order[position]
+                                                       : static_cast<int64_t>(position);
+    if (units.materialize) {
+      std::vector<at::Tensor> tensors = units.materialize(unit);
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        table.replace(by_unit[unit].at(i), std::move(tensors[i]));
+      }
+    }
+    take_in(by_unit[unit]);
+  }
+  for (const int64_t index : frozen) {
+    const NamedParameter& parameter = table.entry(index).parameter;
+    broadcast(parameter.tensor, 0, "parameter '" + parameter.name + "'");
+  }
+  for (const auto& [name, tensor] : buffers) {
+    broadcast(tensor, 0, "buffer '" + name + "'");
+  }
+  gradients.grow();
+  if (parameters) {
+    parameters->grow(unit_names);
+  }
+  for (int64_t i = first; i < table.size(); ++i) {
+    const sharding::ParameterEntry& entry = table.entry(i);
+    hooks.push_back(
+        entry.trainable ? autograd::hook_accumulation(entry.parameter.tensor, i, weak_from_this())
+                        : nullptr);
+  }
+}
+
+void Engine::Impl::take_in(const std::vector<int64_t>& indices) {
+  if (indices.empty()) {
+    return;
+  }
+  const int64_t first = table.bucket_count();
+  table.lay_out(indices);
+  for (int64_t b = first; b < table.bucket_count(); ++b) {
+    table.adopt(b);
+    broadcast(table.bucket(b).values.tensor(), 0, table.bucket(b).what);
+    if (parameters) {
+      table.shard_values(b);
+    }
+  }
+}
+
+std::shared_ptr<Engine> Engine::create(
+    std::vector<NamedParameter> parameters,
+    std::vector<std::pair<std::string, at::Tensor>> buffers,
+    const Options& options,
+    std::shared_ptr<comm::Communicator> communicator,
+    const Units& units) {
+  options.validate();
+  TORCH_CHECK_VALUE(!parameters.empty(), "[zero.optim] expected at least one parameter, got none");
+  const c10::InferenceMode normal(false);
+  auto impl = std::make_shared<Impl>(options, std::move(communicator), units);
+  impl->append(std::move(parameters), buffers, units);
+  return std::shared_ptr<Engine>(new Engine(std::move(impl)));
+}
+
+void Engine::add_parameters(std::vector<NamedParameter> parameters) {
+  impl_->settle();
+  if (impl_->parameters) {
+    impl_->parameters->before_step(); // the root unit grows
+  }
+  Units units;
+  units.names.clear(); // new parameters join the root
+  impl_->append(std::move(parameters), {}, units);
+}
+
+} // namespace zero

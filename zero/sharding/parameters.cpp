@@ -1,0 +1,402 @@
+#include <zero/sharding/parameters.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/grad_mode.h>
+
+#include <zero/comm/blocking.h>
+
+namespace zero::sharding {
+namespace {
+
+// A unit that is used again this soon stays.
+constexpr int64_t kNear = 2;
+
+// The state of a thread that is in no mode at all: what a gather runs in.
+std::unique_ptr<at::ThreadLocalState> plain_state() {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  return std::make_unique<at::ThreadLocalState>();
+}
+
+bool contains(const std::vector<int64_t>& items, int64_t item) {
+  return std::find(items.begin(), items.end(), item) != items.end();
+}
+
+} // namespace
+
+ParameterManager::ParameterManager(
+    const Options& options,
+    ParameterTable& table,
+    std::shared_ptr<comm::Communicator> communicator,
+    std::shared_ptr<memory::SlabPool> pool,
+    std::function<bool()> inside_backward)
+    : prefetch_(options.prefetch),
+      max_live_numel_(options.max_live_numel.value_or(std::numeric_limits<int64_t>::max())),
+      reshard_(options.reshard_after_forward),
+      table_(table),
+      communicator_(std::move(communicator)),
+      pool_(std::move(pool)),
+      inside_backward_(std::move(inside_backward)),
+      plain_state_(plain_state()),
+      process_(getpid()) {}
+
+ParameterManager::~ParameterManager() {
+  for (size_t u = 0; u < units_.size(); ++u) {
+    if (units_[u]->restored) {
+      continue;
+    }
+    each_parameter(static_cast<int64_t>(u), [&](int64_t index, const std::string& /*message*/) {
+      table_.entry(index).view.release(
+          table_.sharded(index) +
+          " by a ZeroOptimizer or ZeroModule that is gone, so its values are gone too; call "
+          "release() (Python: zero.unwrap) before dropping it");
+    });
+  }
+}
+
+template <typename Visit>
+void ParameterManager::each_parameter(int64_t unit, Visit visit) {
+  Unit& visited = *units_[unit];
+  size_t position = 0;
+  for (const int64_t bucket : visited.buckets) {
+    for (const int64_t index : table_.bucket(bucket).layout.parameters) {
+      visit(index, visited.messages[position++]);
+    }
+  }
+}
+
+void ParameterManager::grow(const std::vector<std::string>& names) {
+  const std::lock_guard lock(mutex_);
+  for (auto u = static_cast<int64_t>(units_.size()); u < static_cast<int64_t>(names.size()); ++u) {
+    units_.push_back(std::make_unique<Unit>(*this, u));
+    units_.back()->name = names[u].empty() ? "the root" : "'" + names[u] + "'";
+  }
+  for (int64_t b = 0; b < table_.bucket_count(); ++b) {
+    Unit& unit = *units_[table_.bucket(b).unit];
+    if (contains(unit.buckets, b)) {
+      continue;
+    }
+    unit.buckets.push_back(b);
+    unit.numel += table_.bucket(b).layout.numel;
+    if (table_.bucket(b).trainable) {
+      ++unit.trainable;
+      ++unit.incomplete;
+    }
+    for (const int64_t index : table_.bucket(b).layout.parameters) {
+      unit.messages.push_back(message_of(index));
+      table_.entry(index).view.release(unit.messages.back(), &unit);
+    }
+  }
+}
+
+std::string ParameterManager::message_of(int64_t index) const {
+  return table_.sharded(index) +
+      " and no forward or backward of the model is running here; read it inside "
+      "zero.gathered(...), or with zero.full_param";
+}
+
+void ParameterManager::set_gather_always(bool always) {
+  always_ = always;
+}
+
+const std::string& ParameterManager::name(int64_t unit) const {
+  return units_[unit]->name;
+}
+
+bool ParameterManager::whole(int64_t unit) const {
+  const std::lock_guard lock(mutex_);
+  return units_[unit]->state == State::whole;
+}
+
+void ParameterManager::enter_forward() {
+  ++depth_;
+}
+
+void ParameterManager::leave_forward() noexcept {
+  --depth_;
+}
+
+void ParameterManager::enter(int64_t unit) {
+  const bool backward = inside_backward_();
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(mutex_);
+  use(unit, backward);
+  ++units_[unit]->entered;
+  ++depth_;
+}
+
+void ParameterManager::leave(int64_t unit) noexcept {
+  const bool backward = inside_backward_();
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(mutex_);
+  Unit& left = *units_[unit];
+  if (left.entered == 0) {
+    return; // its enter failed
+  }
+  --left.entered;
+  --depth_;
+  if (left.entered == 0 && !backward) { // recomputed inside backward, it is needed next
+    const std::vector<int64_t> soon = schedule_.ahead(kNear);
+    left.kept = left.kept || reshard_ == "false" ||
+        (reshard_ == "auto" && (unit == 0 || soon.empty()));
+    if (!contains(soon, unit)) {
+      release_unless_needed(unit);
+    }
+  }
+  if (depth_ == 0 && unit == 0 && !backward) {
+    schedule_.end_pass();
+  }
+}
+
+void ParameterManager::use(int64_t unit, bool backward) {
+  Unit& used = *units_[unit];
+  if (used.buckets.empty()) {
+    return;
+  }
+  const int64_t last = last_used_;
+  const bool enclosed = last >= 0 && units_[last]->entered > 0;
+  schedule_.use(unit, backward, enclosed);
+  last_used_ = unit;
+  const std::vector<int64_t> soon = schedule_.ahead(std::max(prefetch_, kNear));
+  if (used.state != State::whole) {
+    make_room(unit, soon);
+  }
+  if (used.state == State::sharded) {
+    start(unit, true);
+  }
+  for (int64_t i = 0; i < std::min<int64_t>(prefetch_, static_cast<int64_t>(soon.size())); ++i) {
+    const Unit& next = *units_[soon[i]];
+    if (next.state == State::sharded && live_numel_ + next.numel <= max_live_numel_) {
+      start(soon[i], true);
+    }
+  }
+  land(unit);
+}
+
+void ParameterManager::make_room(int64_t unit, const std::vector<int64_t>& soon) {
+  for (int64_t other = 0; other < unit_count(); ++other) {
+    const Unit& held = *units_[other];
+    if (other != unit && held.state != State::sharded && !contains(soon, other)) {
+      release_unless_needed(other);
+    }
+  }
+}
+
+void ParameterManager::start(int64_t unit, bool training) {
+  Unit& started = *units_[unit];
+  started.slabs.reserve(started.buckets.size());
+  for (const int64_t bucket : started.buckets) {
+    const BucketEntry& entry = table_.bucket(bucket);
+    started.slabs.push_back(pool_->take(entry.layout.numel, entry.options));
+    started.works.push_back(communicator_->all_gather(
+        started.slabs.back().tensor,
+        entry.values.tensor(),
+        {"unit " + started.name + ", " + entry.what, bucket, steps_, training}));
+  }
+  live_numel_ += started.numel;
+  started.state = State::gathering;
+}
+
+void ParameterManager::land(int64_t unit) {
+  Unit& landed = *units_[unit];
+  try {
+    for (const comm::WorkPtr& work : landed.works) {
+      work->wait();
+    }
+  } catch (...) {
+    release(unit);
+    throw;
+  }
+  landed.works.clear();
+  if (landed.state == State::gathering) {
+    landed.kept = reshard_ == "false" || (reshard_ == "auto" && unit == 0);
+  }
+  landed.state = State::whole;
+  for (size_t b = 0; b < landed.buckets.size(); ++b) {
+    for (const int64_t index : table_.bucket(landed.buckets[b]).layout.parameters) {
+      ParameterEntry& entry = table_.entry(index);
+      if (entry.view.closed()) {
+        entry.view.point_to(landed.slabs[b].tensor, entry.slot.offset, &landed);
+      }
+    }
+  }
+}
+
+void ParameterManager::release(int64_t unit) noexcept {
+  Unit& released = *units_[unit];
+  if (released.state == State::sharded) {
+    return;
+  }
+  for (const comm::WorkPtr& work : released.works) {
+    try {
+      work->wait(); // it writes to the slab
+    } catch (...) { // NOLINT(bugprone-empty-catch): the next transfer reports it
+    }
+  }
+  released.works.clear();
+  each_parameter(unit, [&](int64_t index, const std::string& message) {
+    table_.entry(index).view.release(message, &released);
+  });
+  for (memory::Slab& slab : released.slabs) {
+    pool_->give(std::move(slab));
+  }
+  released.slabs.clear();
+  released.state = State::sharded;
+  released.kept = false;
+  live_numel_ -= released.numel;
+}
+
+void ParameterManager::release_unless_needed(int64_t unit) noexcept {
+  const Unit& held = *units_[unit];
+  if (held.entered == 0 && held.held == 0 && held.pins == 0 && !held.kept) {
+    release(unit);
+  }
+}
+
+void ParameterManager::gradients_complete(int64_t bucket) {
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(mutex_);
+  const int64_t unit = table_.bucket(bucket).unit;
+  Unit& complete = *units_[unit];
+  // Frozen parameters may still be read for the gradients of inputs.
+  const bool frozen = complete.trainable < static_cast<int64_t>(complete.buckets.size());
+  if (--complete.incomplete == 0 && !frozen && !contains(schedule_.ahead(kNear), unit)) {
+    complete.kept = false;
+    release_unless_needed(unit);
+  }
+}
+
+void ParameterManager::end_backward() {
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(mutex_);
+  for (int64_t unit = 0; unit < unit_count(); ++unit) {
+    units_[unit]->incomplete = units_[unit]->trainable;
+    units_[unit]->kept = false;
+    release_unless_needed(unit);
+  }
+  schedule_.end_pass();
+  last_used_ = -1;
+}
+
+void ParameterManager::before_step() {
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(mutex_);
+  for (int64_t unit = 0; unit < unit_count(); ++unit) {
+    TORCH_CHECK(
+        units_[unit]->held == 0 && units_[unit]->entered == 0,
+        "[zero.sharding] unit ",
+        units_[unit]->name,
+        " is held whole by zero.gathered(...) or by a forward (rank ",
+        table_.rank(),
+        " of ",
+        table_.world_size(),
+        "), and a step would change it; step outside");
+    units_[unit]->kept = false;
+    release_unless_needed(unit);
+  }
+  schedule_.restart();
+  last_used_ = -1;
+  ++steps_;
+  pool_->trim();
+}
+
+std::vector<int64_t> ParameterManager::backward_order() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> order;
+  const std::vector<int64_t>& forward = schedule_.forward_order();
+  for (auto unit = forward.rbegin(); unit != forward.rend(); ++unit) {
+    order.insert(order.end(), units_[*unit]->buckets.begin(), units_[*unit]->buckets.end());
+  }
+  for (int64_t unit = unit_count() - 1; unit >= 0; --unit) {
+    if (!contains(forward, unit)) {
+      order.insert(order.end(), units_[unit]->buckets.begin(), units_[unit]->buckets.end());
+    }
+  }
+  return order;
+}
+
+bool ParameterManager::gathers_now(bool backward) const {
+  return always_ || backward || depth_ > 0 || c10::GradMode::is_enabled();
+}
+
+void ParameterManager::Unit::before_use(const char* operation) noexcept {
+  if (getpid() != manager_.process_) {
+    return; // the operation raises the view's own message
+  }
+  const bool backward = manager_.inside_backward_();
+  if (!manager_.gathers_now(backward)) {
+    return;
+  }
+  // Not in the caller's modes: nothing in here is part of the program.
+  const at::ThreadLocalStateGuard plain(*manager_.plain_state_);
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(manager_.mutex_);
+  try {
+    manager_.use(index_, backward);
+  } catch (const std::exception& error) {
+    manager_.fail(index_, operation, error.what());
+  }
+}
+
+// A unit that was still whole is used: what comes after it is expected to do so
+// again, and to find it whole.
+void ParameterManager::Unit::while_open() noexcept {
+  if (manager_.last_used_.load(std::memory_order_relaxed) == index_ || held > 0) {
+    return;
+  }
+  before_use("an operation");
+}
+
+void ParameterManager::Unit::before_write(
+    const c10::StorageImpl* storage,
+    const char* operation) noexcept {
+  {
+    const comm::BlockingScope blocking;
+    const std::lock_guard lock(manager_.mutex_);
+    if (writable == 0) {
+      manager_.refuse_write(index_, storage, operation);
+      return;
+    }
+  }
+  if (state != State::whole) {
+    before_use(operation);
+  }
+}
+
+void ParameterManager::fail(
+    int64_t unit,
+    const char* operation,
+    const std::string& cause) noexcept {
+  each_parameter(unit, [&](int64_t index, const std::string& /*message*/) {
+    memory::SlabView& view = table_.entry(index).view;
+    if (view.closed()) {
+      view.set_message(
+          "[zero.sharding] gathering parameter '" + table_.entry(index).parameter.name + "' for " +
+          operation + " failed: " + cause);
+    }
+  });
+}
+
+// The operation finds no data to write to. The next reader gets it back.
+void ParameterManager::refuse_write(
+    int64_t unit,
+    const c10::StorageImpl* storage,
+    const char* operation) noexcept {
+  each_parameter(unit, [&](int64_t index, const std::string& /*message*/) {
+    memory::SlabView& view = table_.entry(index).view;
+    if (view.is(storage)) {
+      view.release(
+          table_.sharded(index) + ", so that " + operation +
+              " would be lost; change it inside zero.gathered(..., writeback=True)",
+          units_[unit].get());
+    }
+  });
+}
+
+} // namespace zero::sharding

@@ -1,0 +1,50 @@
+#pragma once
+
+// UnitSchedule: the order in which units are used, learned from the uses
+// themselves. What followed a pair of uses last time is expected to follow it
+// again, so loops, units used twice and a changed order need no special care: a
+// wrong guess costs one gather and is forgotten. Before the first backward its
+// order is guessed as the reverse of forward. Integers only; equal uses give
+// equal guesses, so ranks that use units alike gather them alike.
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace zero::sharding {
+
+class UnitSchedule {
+ public:
+  // A unit is used now, in a forward or a backward. `enclosed`: by the forward of
+  // the unit used before it, which stays whole meanwhile.
+  void use(int64_t unit, bool backward, bool enclosed);
+  // The pass is over: nothing follows the last use.
+  void end_pass();
+  // A step has changed the parameters: what is used next starts a new iteration.
+  void restart();
+
+  // Units that are expected next in this pass, at most `count`, without repeats.
+  std::vector<int64_t> ahead(int64_t count) const;
+  // Units by their first use in the last forward.
+  const std::vector<int64_t>& forward_order() const {
+    return first_uses_;
+  }
+
+ private:
+  struct Position {
+    bool backward = false;
+    int64_t previous = -1;
+    int64_t current = -1;
+    auto operator<=>(const Position&) const = default;
+  };
+  std::optional<int64_t> after(const Position& position) const;
+
+  Position position_;
+  std::map<Position, int64_t> next_; // -1: the pass ends
+  std::map<int64_t, int64_t> before_; // in forward
+  std::vector<int64_t> first_uses_;
+};
+
+} // namespace zero::sharding
