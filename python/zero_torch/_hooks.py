@@ -86,6 +86,7 @@ class CastHooks:
     """Around the root's forward: autograd keeps parameters instead of casts of them."""
 
     def __init__(self, engine: _C.Engine) -> None:
+        self._engine = engine  # for as long as the module lives, also where only Python knows it
         reference = weakref.ref(engine)
         self._packing = CastPacking(lambda tensor: _manages(reference, tensor))
 

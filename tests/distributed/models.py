@@ -1,10 +1,25 @@
-"""A small GPT, its data, and what one process computes for all ranks."""
+"""A small GPT and other models, data, and what one process computes for all ranks."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import zero_torch as zero
+
+
+class Free(nn.Module):
+    """Free parameters by name."""
+
+    def __init__(self, **values: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
 
 
 class Block(nn.Module):
@@ -43,6 +58,40 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def ones(*widths: int) -> nn.Sequential:
+    """Linear layers of ones, without biases."""
+    layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
+    for layer in layers:
+        nn.init.ones_(layer.weight)
+    return nn.Sequential(*layers)
+
+
+def shard(model: nn.Module, stage: int, **settings: Any) -> zero.ZeroOptimizer:
+    """With plain SGD; at stage 3 each Linear is a unit of its own."""
+    given = {"lr": 0.1, "units": [nn.Linear], "min_unit_numel": 0, "timeout": 20.0, **settings}
+    return zero.ZeroOptimizer(model, "sgd", stage=stage, **given)
+
+
+def train_both(
+    model: nn.Module,
+    opt: zero.ZeroOptimizer,
+    loss: Callable[[nn.Module, int], torch.Tensor],
+    plain: nn.Module,
+    rank: int,
+    world: int,
+) -> None:
+    """One step of SGD, lr 0.1, by both, whose gradients must agree."""
+    want = mean_of_ranks(plain, loss, world)
+    loss(model, rank).backward()
+    assert_gradients(model, want)
+    opt.step()
+    opt.zero_grad()
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            if want[name] is not None:
+                p -= 0.1 * want[name]
+
+
 def make_gpt(seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     return GPT()
@@ -66,6 +115,34 @@ def mean_gradients(model: nn.Module, step: int, world: int) -> list[torch.Tensor
         own = [p.grad.clone() for p in model.parameters()]
         total = own if rank == 0 else [a + b for a, b in zip(total, own, strict=True)]
     return [gradient / world for gradient in total]
+
+
+def mean_of_ranks(
+    model: nn.Module, loss: Callable[[nn.Module, int], torch.Tensor], world: int
+) -> dict[str, torch.Tensor | None]:
+    """Gradients by name: of ``loss(model, rank)`` by itself, summed over ranks, divided by them."""
+    total: dict[str, torch.Tensor | None] = {}
+    for rank in range(world):
+        model.zero_grad()
+        loss(model, rank).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                known = total.get(name)
+                total[name] = p.grad.clone() if known is None else known + p.grad
+            total.setdefault(name, None)
+    return {name: None if g is None else g / world for name, g in total.items()}
+
+
+def assert_gradients(model: nn.Module, want: dict[str, torch.Tensor | None]) -> None:
+    """The sharded model's whole gradients, by name."""
+    for name, p in model.named_parameters():
+        got = zero.full_grad(p)
+        if want[name] is None:
+            assert got is None and p.grad is None, name
+        else:
+            torch.testing.assert_close(
+                got, want[name], rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

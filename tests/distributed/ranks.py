@@ -8,6 +8,7 @@ or fails with the first rank's traceback.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import queue
@@ -90,3 +91,16 @@ def run(
     if missing:
         pytest.fail(f"ranks {missing} gave nothing within {limit_s} s", pytrace=False)
     return [outcome[rank][1] for rank in range(world)]
+
+
+def at_each_stage(rank: int, world: int, *cases: Callable[[int, int, int], None]) -> None:
+    """For ``run``: each ``case(rank, world, stage)`` at stages 0 to 3, in one set of processes."""
+    for case, stage in itertools.product(cases, range(4)):
+        _at_stage(case, rank, world, stage)
+
+
+def _at_stage(case: Callable[[int, int, int], None], rank: int, world: int, stage: int) -> None:
+    try:
+        case(rank, world, stage)
+    except Exception as error:
+        raise AssertionError(f"{case.__name__} at stage {stage}: {error}") from error

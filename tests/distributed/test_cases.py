@@ -1,4 +1,4 @@
-"""Reports by users of other systems, as requirements of this one (stages 0 to 2)."""
+"""Reports by users of other systems, as requirements of this one (stages 0 to 3)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import assert_close, weights
+from models import Free, assert_close, weights
 from ranks import run
 from torch import nn
 
 import zero_torch as zero
 
-STAGES = (0, 1, 2)
-
-
-class Free(nn.Module):
-    """Free parameters by name."""
-
-    def __init__(self, **values: torch.Tensor) -> None:
-        super().__init__()
-        for name, value in values.items():
-            self.register_parameter(name, nn.Parameter(value))
+STAGES = (0, 1, 2, 3)
 
 
 def _accumulate_by_hand(rank: int, world: int) -> None:
@@ -34,7 +25,7 @@ def _accumulate_by_hand(rank: int, world: int) -> None:
             (model.w * (3 * rank + micro + 1)).sum().backward()
         assert zero.full_grad(model.w).item() == 10.5
         opt.step()
-        assert model.w.item() == -9.5
+        assert zero.full_param(model.w).item() == -9.5
 
 
 def test_e02_three_backwards_without_telling_how_many() -> None:
@@ -55,7 +46,10 @@ def _global_steps(rank: int, world: int) -> None:
     runs = {}
     for stage in STAGES:
         model = mlp()
-        runs[stage] = (model, zero.ZeroOptimizer(model, "sgd", stage=stage, lr=0.1))
+        runs[stage] = (
+            model,
+            zero.ZeroOptimizer(model, "sgd", stage=stage, lr=0.1, min_unit_numel=0),
+        )
     for step in range(3):
         for micro in range(4):
             losses = [reference(data(step, micro, r)).square().mean() for r in range(world)]
@@ -148,7 +142,7 @@ def _norms(rank: int, world: int) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False))
         model[2].weight = model[0].weight  # tied: counted once
-        opt = zero.ZeroOptimizer(model, stage=stage, lr=1e-3)
+        opt = zero.ZeroOptimizer(model, stage=stage, lr=1e-3, min_unit_numel=0)
         model(torch.arange(7)).square().sum().backward()
         norms.append(float(opt.grad_norm()))
     return norms
@@ -225,7 +219,7 @@ def _small_inner_parameter(rank: int, world: int) -> None:
             return nn.Sequential(nn.Linear(2, 2), nn.Sequential(Scaled(shape)))
 
         model, reference = build(), build()
-        opt = zero.ZeroOptimizer(model, stage=stage, lr=0.1)
+        opt = zero.ZeroOptimizer(model, stage=stage, lr=0.1, units=[Scaled], min_unit_numel=0)
         plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
         for step in range(4):
             x = torch.full((3, 2), float(step + 1))
@@ -254,7 +248,7 @@ def _different_starts(rank: int, world: int) -> None:
         zero.ZeroOptimizer(model, stage=stage, lr=0.1)
         assert zero.full_param(model.w).tolist() == [1.0, 1.0]
         assert model.b.item() == 10
-        assert model.frozen.tolist() == [5.0] * 3
+        assert zero.full_param(model.frozen).tolist() == [5.0] * 3
 
 
 def test_e64_rank_0s_values_are_everywhere() -> None:

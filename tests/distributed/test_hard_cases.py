@@ -1,4 +1,4 @@
-"""Models that are awkward to shard, at stages 0 to 2."""
+"""Models that are awkward to shard, at stages 0 to 3."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import weakref
 
 import pytest
 import torch
-from models import assert_close, assert_equal, batch, loss_of, make_gpt, weights
+from models import Free, assert_close, assert_equal, batch, loss_of, make_gpt, weights
 from ranks import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_torch as zero
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 
 def _reentrant(rank: int, world: int) -> None:
@@ -49,10 +49,20 @@ def _checkpointed_blocks(rank: int, world: int) -> None:
     for stage, reentrant in ((s, r) for s in STAGES for r in (True, False)):
         model, plain = make_gpt(), make_gpt()
         opt = zero.ZeroOptimizer(
-            model, stage=stage, lr=1e-2, bucket_bytes=4096, first_bucket_bytes=1024
+            model,
+            stage=stage,
+            lr=1e-2,
+            bucket_bytes=4096,
+            first_bucket_bytes=1024,
+            min_unit_numel=0,
         )
         other = zero.ZeroOptimizer(
-            plain, stage=stage, lr=1e-2, bucket_bytes=4096, first_bucket_bytes=1024
+            plain,
+            stage=stage,
+            lr=1e-2,
+            bucket_bytes=4096,
+            first_bucket_bytes=1024,
+            min_unit_numel=0,
         )
         for block in model.blocks:
             forward = block.forward
@@ -71,8 +81,9 @@ def test_checkpointed_blocks_train_like_plain_ones() -> None:
 
 def _double_backward(rank: int, world: int) -> None:
     for stage in STAGES:
-        w = nn.Parameter(torch.ones(()))
-        opt = zero.ZeroOptimizer([w], stage=stage, lr=0.1)
+        model = Free(w=torch.ones(()))
+        w = model.w
+        opt = zero.ZeroOptimizer(model, stage=stage, lr=0.1)
         x = torch.tensor(float(rank + 1), requires_grad=True)
         (slope,) = torch.autograd.grad(w * x * x, x, create_graph=True)
         (slope - 1).square().backward()
@@ -90,9 +101,10 @@ def test_e78_e83_retained_graphs_and_gradient_penalties() -> None:
 
 def _gan(rank: int, world: int) -> None:
     for stage in STAGES:
-        g, d = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([3.0]))
-        opt_g = zero.ZeroOptimizer([g], "sgd", stage=stage, lr=0.1)
-        opt_d = zero.ZeroOptimizer([d], "sgd", stage=(stage + 1) % 3, lr=0.1)
+        generator, critic = Free(g=torch.tensor([2.0])), Free(d=torch.tensor([3.0]))
+        g, d = generator.g, critic.d
+        opt_g = zero.ZeroOptimizer(generator, "sgd", stage=stage, lr=0.1)
+        opt_d = zero.ZeroOptimizer(critic, "sgd", stage=(stage + 1) % 4, lr=0.1)
         (d * (g * 1.0).detach()).sum().backward()
         assert g.grad is None and zero.full_grad(d).item() == 2.0
         opt_g.zero_grad()
@@ -115,7 +127,7 @@ def _heads_in_turn(rank: int, world: int) -> None:
         model = nn.ModuleList([trunk, heads])
         for p in model.parameters():
             nn.init.ones_(p)
-        opt = zero.ZeroOptimizer(model, "sgd", stage=stage, lr=0.1)
+        opt = zero.ZeroOptimizer(model, "sgd", stage=stage, lr=0.1, min_unit_numel=0)
         for step in range(4):
             opt.zero_grad()
             hidden = trunk(torch.ones(1, 2))
@@ -137,8 +149,9 @@ def test_e92_heads_trained_in_turn() -> None:
 def _state_of_one_rank(rank: int, world: int) -> None:
     """Only the part of the bucket that rank 0 owns was ever stepped."""
     for stage in STAGES:
-        a, b = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
-        opt = zero.ZeroOptimizer([b, a], stage=stage, lr=0.1)
+        model = Free(b=torch.ones(16), a=torch.ones(16))
+        a, b = model.a, model.b
+        opt = zero.ZeroOptimizer(model, stage=stage, lr=0.1)
         a.sum().backward()
         opt.step()
         torch.testing.assert_close(zero.full_state(a)["exp_avg"], torch.full((16,), 0.1))
@@ -216,7 +229,7 @@ def test_reads_after_a_step_wait_or_say_so() -> None:
 def _collected(rank: int, world: int) -> None:
     for stage in STAGES:
         model = make_gpt()
-        opt = zero.ZeroOptimizer(model, stage=stage, lr=1e-2)
+        opt = zero.ZeroOptimizer(model, stage=stage, lr=1e-2, min_unit_numel=0)
         loss_of(model, batch(0, rank)).backward()
         opt.step()
         watch = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
@@ -233,14 +246,27 @@ def _dropped_optimizer(rank: int, world: int) -> None:
     """A dropped optimizer leaves whole, plain parameters or a working module."""
     for stage in STAGES:
         model = make_gpt()
-        opt = zero.ZeroOptimizer(model, stage=stage, lr=1e-2)
+        opt = zero.ZeroOptimizer(model, stage=stage, lr=1e-2, min_unit_numel=0)
         loss_of(model, batch(0, rank)).backward()
         opt.step()
+        opt.zero_grad()
         want = weights(model)
         del opt
         gc.collect()
         assert_equal(weights(model), want)
         loss_of(model, batch(1, rank)).backward()
+        if stage == 3:  # the parameters stay sharded until they are given back
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"tokens\.weight.*sharded"):
+                model.tokens.weight.sum().item()
+            assert type(model.tokens.weight.grad).__name__ == "ShardedGradient"
+            assert zero.unwrap(model) is model
+            assert_equal(
+                {name: p.detach() for name, p in model.named_parameters()},
+                {name: want[name] for name, _ in model.named_parameters()},
+            )
+            model.zero_grad()
+            loss_of(model, batch(1, rank)).backward()
+        assert type(model.tokens.weight.grad) is torch.Tensor
 
 
 def test_a_dropped_optimizer_leaves_usable_weights() -> None:

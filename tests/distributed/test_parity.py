@@ -1,4 +1,4 @@
-"""The same numbers at stages 0, 1 and 2, and those of one process."""
+"""The same numbers at stages 0 to 3, and those of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import zero_torch as zero
 
 STEPS = 20
-SMALL = {"bucket_bytes": 8192, "first_bucket_bytes": 2048}
+SMALL = {"bucket_bytes": 8192, "first_bucket_bytes": 2048, "min_unit_numel": 0}
 
 
 def _train(rank: int, world: int, stage: int) -> tuple[dict, list[list[torch.Tensor]], list]:
@@ -39,7 +39,7 @@ def _train(rank: int, world: int, stage: int) -> tuple[dict, list[list[torch.Ten
 
 def _train_stages(rank: int, world: int) -> None:
     first, gradients, norms = _train(rank, world, 0)
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         other, other_gradients, other_norms = _train(rank, world, stage)
         assert_equal(other, first)
         assert other_norms == norms

@@ -1,14 +1,67 @@
 #include <zero/memory/flat_buffer.h>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+#include <sys/mman.h>
+
+#include <cerrno>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
 
 namespace zero::memory {
+namespace {
+
+// Larger buffers are mapped: zeroed pages that go back to the system when they are
+// freed, whatever the heap around them looks like.
+constexpr int64_t kMapped = int64_t{1} << 18;
+
+struct Mapping {
+  void* data;
+  size_t bytes;
+};
+
+void unmap(void* context) {
+  const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(context));
+  munmap(mapping->data, mapping->bytes);
+}
+
+c10::Storage map_storage(int64_t bytes) {
+  void* data = mmap(
+      nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError,
+      data != MAP_FAILED, // NOLINT(performance-no-int-to-ptr)
+      "[zero.memory] expected ",
+      bytes,
+      " bytes of memory, got: ",
+      std::strerror(errno));
+  auto* mapping = new Mapping{data, static_cast<size_t>(bytes)};
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      static_cast<size_t>(bytes),
+      c10::DataPtr(data, mapping, &unmap, at::kCPU),
+      /*allocator=*/nullptr,
+      /*resizable=*/false);
+}
+
+at::Tensor zeros(int64_t numel, const at::TensorOptions& options) {
+  const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  if (options.device().is_cpu() && bytes >= kMapped) {
+    return tensor_over(map_storage(bytes), {numel}, {1}, options);
+  }
+  return at::zeros({numel}, options.requires_grad(false));
+}
+
+} // namespace
 
 FlatBuffer::FlatBuffer(
     int64_t numel,
@@ -18,7 +71,7 @@ FlatBuffer::FlatBuffer(
     : purpose_(purpose), account_(std::move(account)) {
   // A buffer made under inference_mode would be useless to later training.
   const c10::InferenceMode normal(false);
-  tensor_ = at::zeros({numel}, options.requires_grad(false));
+  tensor_ = zeros(numel, options);
   account_->add(purpose_, static_cast<int64_t>(tensor_.nbytes()));
 }
 
@@ -65,6 +118,12 @@ at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel) {
 
 void* element(const at::Tensor& dense, int64_t index) {
   return static_cast<char*>(dense.mutable_data_ptr()) + index * dense.itemsize();
+}
+
+void return_free_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 void zero_elements(const at::Tensor& dense, int64_t begin, int64_t numel) {

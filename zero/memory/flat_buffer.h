@@ -53,6 +53,10 @@ at::Tensor tensor_over(
 // the order of its memory.
 at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel);
 
+// Hands what the heap has free back to the system: after tensors of a whole model
+// were freed one by one.
+void return_free_memory();
+
 // Sets elements [begin, begin + numel) of a dense tensor's memory to zero.
 void zero_elements(const at::Tensor& dense, int64_t begin, int64_t numel);
 

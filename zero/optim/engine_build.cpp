@@ -49,6 +49,7 @@ void Engine::Impl::append(
     }
     take_in(by_unit[unit]);
   }
+  memory::return_free_memory();
   for (const int64_t index : frozen) {
     const NamedParameter& parameter = table.entry(index).parameter;
     broadcast(parameter.tensor, 0, "parameter '" + parameter.name + "'");

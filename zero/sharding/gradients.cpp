@@ -126,7 +126,8 @@ void GradientManager::take_slot(int64_t index) {
   }
   const bool fresh = !storage_->is_open(place.bucket);
   if (fresh) {
-    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
+    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight() ||
+           (!in_flight_.empty() && buckets_[in_flight_.front()].work->done())) {
       wait_oldest();
     }
   }

@@ -1,5 +1,6 @@
 #include <zero/sharding/parameter_table.h>
 
+#include <algorithm>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -13,8 +14,9 @@ namespace {
 using FamilyKey =
     std::tuple<int64_t, int64_t, bool, c10::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 
-// At stage 3 a unit is gathered and reduced as a whole, however large.
-constexpr int64_t kUnlimited = int64_t{1} << 60;
+// At stage 3 buckets are parts of a unit, and come and go with backward: small
+// ones are let go sooner.
+constexpr int64_t kMostOfUnit = int64_t{8} << 20;
 
 FamilyKey family_of(const ParameterEntry& entry, bool by_unit) {
   const at::Tensor& tensor = entry.parameter.tensor;
@@ -43,8 +45,9 @@ ParameterTable::ParameterTable(
     int64_t world_size,
     std::shared_ptr<memory::Account> account)
     : sharded_(options.stage == 3),
-      bucket_bytes_(sharded_ ? kUnlimited : options.bucket_bytes),
-      first_bucket_bytes_(sharded_ ? kUnlimited : options.first_bucket_bytes),
+      bucket_bytes_(
+          sharded_ ? std::min(options.bucket_bytes, kMostOfUnit) : options.bucket_bytes),
+      first_bucket_bytes_(sharded_ ? bucket_bytes_ : options.first_bucket_bytes),
       rank_(rank),
       world_size_(world_size),
       account_(std::move(account)) {}

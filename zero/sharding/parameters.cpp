@@ -51,7 +51,7 @@ ParameterManager::~ParameterManager() {
     if (units_[u]->restored) {
       continue;
     }
-    each_parameter(static_cast<int64_t>(u), [&](int64_t index, const std::string& /*message*/) {
+    each_parameter(static_cast<int64_t>(u), [&](int64_t index) {
       table_.entry(index).view.release(
           table_.sharded(index) +
           " by a ZeroOptimizer or ZeroModule that is gone, so its values are gone too; call "
@@ -62,11 +62,9 @@ ParameterManager::~ParameterManager() {
 
 template <typename Visit>
 void ParameterManager::each_parameter(int64_t unit, Visit visit) {
-  Unit& visited = *units_[unit];
-  size_t position = 0;
-  for (const int64_t bucket : visited.buckets) {
+  for (const int64_t bucket : units_[unit]->buckets) {
     for (const int64_t index : table_.bucket(bucket).layout.parameters) {
-      visit(index, visited.messages[position++]);
+      visit(index);
     }
   }
 }
@@ -83,14 +81,13 @@ void ParameterManager::grow(const std::vector<std::string>& names) {
       continue;
     }
     unit.buckets.push_back(b);
+    unit.slabs.emplace_back();
+    unit.works.emplace_back();
     unit.numel += table_.bucket(b).layout.numel;
-    if (table_.bucket(b).trainable) {
-      ++unit.trainable;
-      ++unit.incomplete;
-    }
+    std::vector<std::string>& messages = unit.messages.emplace_back();
     for (const int64_t index : table_.bucket(b).layout.parameters) {
-      unit.messages.push_back(message_of(index));
-      table_.entry(index).view.release(unit.messages.back(), &unit);
+      messages.push_back(message_of(index));
+      table_.entry(index).view.release(messages.back(), &unit);
     }
   }
 }
@@ -167,7 +164,7 @@ void ParameterManager::use(int64_t unit, bool backward) {
   if (used.state != State::whole) {
     make_room(unit, soon);
   }
-  if (used.state == State::sharded) {
+  if (used.state != State::whole) {
     start(unit, true);
   }
   for (int64_t i = 0; i < std::min<int64_t>(prefetch_, static_cast<int64_t>(soon.size())); ++i) {
@@ -188,37 +185,40 @@ void ParameterManager::make_room(int64_t unit, const std::vector<int64_t>& soon)
   }
 }
 
+// Gathers what is not there nor on its way.
 void ParameterManager::start(int64_t unit, bool training) {
   Unit& started = *units_[unit];
-  started.slabs.reserve(started.buckets.size());
-  for (const int64_t bucket : started.buckets) {
-    const BucketEntry& entry = table_.bucket(bucket);
-    started.slabs.push_back(pool_->take(entry.layout.numel, entry.options));
-    started.works.push_back(communicator_->all_gather(
-        started.slabs.back().tensor,
-        entry.values.tensor(),
-        {"unit " + started.name + ", " + entry.what, bucket, steps_, training}));
+  if (started.state == State::sharded) {
+    started.kept = reshard_ == "false" || (reshard_ == "auto" && unit == 0);
   }
-  live_numel_ += started.numel;
-  started.state = State::gathering;
+  for (size_t b = 0; b < started.buckets.size(); ++b) {
+    if (started.slabs[b]) {
+      continue;
+    }
+    const int64_t bucket = started.buckets[b];
+    const BucketEntry& entry = table_.bucket(bucket);
+    started.slabs[b] = pool_->take(entry.layout.numel, entry.options);
+    started.works[b] = communicator_->all_gather(
+        started.slabs[b].tensor,
+        entry.values.tensor(),
+        {"unit " + started.name + ", " + entry.what, bucket, steps_, training});
+    live_numel_ += entry.layout.numel;
+  }
+  started.state = State::partly;
 }
 
 void ParameterManager::land(int64_t unit) {
   Unit& landed = *units_[unit];
-  try {
-    for (const comm::WorkPtr& work : landed.works) {
-      work->wait();
-    }
-  } catch (...) {
-    release(unit);
-    throw;
-  }
-  landed.works.clear();
-  if (landed.state == State::gathering) {
-    landed.kept = reshard_ == "false" || (reshard_ == "auto" && unit == 0);
-  }
-  landed.state = State::whole;
   for (size_t b = 0; b < landed.buckets.size(); ++b) {
+    if (landed.works[b]) {
+      try {
+        landed.works[b]->wait();
+      } catch (...) {
+        release(unit);
+        throw;
+      }
+      landed.works[b] = nullptr;
+    }
     for (const int64_t index : table_.bucket(landed.buckets[b]).layout.parameters) {
       ParameterEntry& entry = table_.entry(index);
       if (entry.view.closed()) {
@@ -226,49 +226,68 @@ void ParameterManager::land(int64_t unit) {
       }
     }
   }
+  landed.state = State::whole;
+}
+
+void ParameterManager::release_bucket(Unit& unit, size_t position) noexcept {
+  if (!unit.slabs[position]) {
+    return;
+  }
+  if (unit.works[position]) {
+    try {
+      unit.works[position]->wait(); // it writes to the slab
+    } catch (...) { // NOLINT(bugprone-empty-catch): the next transfer reports it
+    }
+    unit.works[position] = nullptr;
+  }
+  const layout::Bucket& bucket = table_.bucket(unit.buckets[position]).layout;
+  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+    table_.entry(bucket.parameters[i]).view.release(unit.messages[position][i], &unit);
+  }
+  pool_->give(std::exchange(unit.slabs[position], {}));
+  live_numel_ -= bucket.numel;
 }
 
 void ParameterManager::release(int64_t unit) noexcept {
   Unit& released = *units_[unit];
-  if (released.state == State::sharded) {
-    return;
+  for (size_t b = 0; b < released.buckets.size(); ++b) {
+    release_bucket(released, b);
   }
-  for (const comm::WorkPtr& work : released.works) {
-    try {
-      work->wait(); // it writes to the slab
-    } catch (...) { // NOLINT(bugprone-empty-catch): the next transfer reports it
-    }
-  }
-  released.works.clear();
-  each_parameter(unit, [&](int64_t index, const std::string& message) {
-    table_.entry(index).view.release(message, &released);
-  });
-  for (memory::Slab& slab : released.slabs) {
-    pool_->give(std::move(slab));
-  }
-  released.slabs.clear();
   released.state = State::sharded;
   released.kept = false;
-  live_numel_ -= released.numel;
+}
+
+bool ParameterManager::needed(const Unit& unit) {
+  return unit.entered > 0 || unit.held > 0 || unit.pins > 0;
 }
 
 void ParameterManager::release_unless_needed(int64_t unit) noexcept {
   const Unit& held = *units_[unit];
-  if (held.entered == 0 && held.held == 0 && held.pins == 0 && !held.kept) {
+  if (!needed(held) && !held.kept && !held.restored) {
     release(unit);
   }
 }
 
+// What has its gradient is not read again in this backward.
 void ParameterManager::gradients_complete(int64_t bucket) {
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
   const int64_t unit = table_.bucket(bucket).unit;
   Unit& complete = *units_[unit];
-  // Frozen parameters may still be read for the gradients of inputs.
-  const bool frozen = complete.trainable < static_cast<int64_t>(complete.buckets.size());
-  if (--complete.incomplete == 0 && !frozen && !contains(schedule_.ahead(kNear), unit)) {
+  if (complete.state == State::sharded || needed(complete) ||
+      contains(schedule_.ahead(kNear), unit)) {
+    return;
+  }
+  for (size_t b = 0; b < complete.buckets.size(); ++b) {
+    if (complete.buckets[b] == bucket) {
+      release_bucket(complete, b);
+      complete.state = State::partly;
+    }
+  }
+  const auto held = [](const memory::Slab& slab) { return static_cast<bool>(slab); };
+  if (std::none_of(complete.slabs.begin(), complete.slabs.end(), held)) {
+    complete.state = State::sharded;
     complete.kept = false;
-    release_unless_needed(unit);
   }
 }
 
@@ -276,7 +295,6 @@ void ParameterManager::end_backward() {
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
   for (int64_t unit = 0; unit < unit_count(); ++unit) {
-    units_[unit]->incomplete = units_[unit]->trainable;
     units_[unit]->kept = false;
     release_unless_needed(unit);
   }
@@ -373,7 +391,7 @@ void ParameterManager::fail(
     int64_t unit,
     const char* operation,
     const std::string& cause) noexcept {
-  each_parameter(unit, [&](int64_t index, const std::string& /*message*/) {
+  each_parameter(unit, [&](int64_t index) {
     memory::SlabView& view = table_.entry(index).view;
     if (view.closed()) {
       view.set_message(
@@ -388,7 +406,7 @@ void ParameterManager::refuse_write(
     int64_t unit,
     const c10::StorageImpl* storage,
     const char* operation) noexcept {
-  each_parameter(unit, [&](int64_t index, const std::string& /*message*/) {
+  each_parameter(unit, [&](int64_t index) {
     memory::SlabView& view = table_.entry(index).view;
     if (view.is(storage)) {
       view.release(

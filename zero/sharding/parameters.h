@@ -80,7 +80,8 @@ class ParameterManager {
   bool whole(int64_t unit) const;
 
  private:
-  enum class State : uint8_t { sharded, gathering, whole };
+  // Partly: buckets were gathered, are on their way or were let go already.
+  enum class State : uint8_t { sharded, partly, whole };
   class Unit final : public memory::OnUse {
    public:
     Unit(ParameterManager& manager, int64_t index) : manager_(manager), index_(index) {}
@@ -96,7 +97,7 @@ class ParameterManager {
 
     std::string name;
     std::vector<int64_t> buckets;
-    std::vector<std::string> messages; // of its parameters when sharded, by bucket and position
+    std::vector<std::vector<std::string>> messages; // of its parameters, by bucket
     State state = State::sharded;
     int64_t numel = 0;
     int64_t entered = 0;
@@ -104,11 +105,9 @@ class ParameterManager {
     int64_t writable = 0;
     bool kept = false; // not released for others
     bool restored = false; // no longer managed
-    int64_t trainable = 0; // buckets of trainable parameters
-    int64_t incomplete = 0; // of these, whose gradients have not come in this backward
     std::atomic<int64_t> pins = 0;
     std::vector<memory::Slab> slabs; // by bucket
-    std::vector<comm::WorkPtr> works;
+    std::vector<comm::WorkPtr> works; // by bucket: on its way
 
    private:
     ParameterManager& manager_;
@@ -120,7 +119,9 @@ class ParameterManager {
   void start(int64_t unit, bool training);
   void land(int64_t unit);
   void release(int64_t unit) noexcept;
+  void release_bucket(Unit& unit, size_t position) noexcept;
   void release_unless_needed(int64_t unit) noexcept;
+  static bool needed(const Unit& unit);
   bool gathers_now(bool backward) const;
   void fail(int64_t unit, const char* operation, const std::string& cause) noexcept;
   void refuse_write(

@@ -14,7 +14,7 @@ void ParameterManager::hold(const std::vector<int64_t>& units, bool writable) {
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
   for (const int64_t unit : units) {
-    if (units_[unit]->state == State::sharded) {
+    if (units_[unit]->state != State::whole) {
       start(unit, false);
     }
   }
@@ -112,7 +112,7 @@ void ParameterManager::restore(int64_t unit) {
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
   Unit& restored = *units_[unit];
-  if (restored.state == State::sharded) {
+  if (restored.state != State::whole) {
     start(unit, false);
   }
   land(unit);
@@ -126,9 +126,8 @@ void ParameterManager::restore(int64_t unit) {
       entry.view.point_to(own.tensor(), entry.slot.offset);
     }
     bucket.values = {};
-    pool_->give(std::move(restored.slabs[b]));
+    pool_->give(std::exchange(restored.slabs[b], {}));
   }
-  restored.slabs.clear();
   restored.restored = true;
 }
 
