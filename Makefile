@@ -9,7 +9,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 TORCH ?= torch
 RANKS ?= 2
-STAGE ?= 2
+STAGE ?= 3
 ARGS ?=
 SANITIZE ?= address,undefined
 

@@ -13,7 +13,7 @@
 #include "text.h"
 
 struct Flags {
-  int64_t stage = 2;
+  int64_t stage = 3;
   int64_t steps = 500;
   int64_t batch = 4;
   int64_t accumulate = 1;

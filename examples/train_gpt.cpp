@@ -1,7 +1,7 @@
 // Trains a small GPT on the sources of the Python standard library, sharded by
 // Zero, from LibTorch alone. train_gpt.py is the same run in Python.
 //
-//   torchrun --no-python --nproc-per-node 2 build/train_gpt --stage 2
+//   torchrun --no-python --nproc-per-node 2 build/train_gpt --stage 3
 //   build/train_gpt                                          (one rank)
 
 #include <chrono>
@@ -277,7 +277,10 @@ std::string printable(std::string text) {
 void finish(const Run& run, const Metrics& metrics, int64_t parameters) {
   const auto& flags = run.flags;
   const auto json = metrics_json(run, metrics, parameters);
-  const auto sample = generate(run.model, prompt, flags.sample_bytes, flags.seed);
+  std::string sample;
+  run.optimizer.gathered([&] { // once for all tokens, instead of for each
+    sample = generate(run.model, prompt, flags.sample_bytes, flags.seed);
+  });
   if (run.rank() != 0) {
     return;
   }

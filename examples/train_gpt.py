@@ -1,6 +1,6 @@
 """Trains a small GPT on the sources of the Python standard library, sharded by Zero.
 
-torchrun --nproc-per-node 2 examples/train_gpt.py --stage 2
+torchrun --nproc-per-node 2 examples/train_gpt.py --stage 3
 python examples/train_gpt.py                                   (one rank)
 
 examples/train_gpt.cpp is the same run in C++.
@@ -32,7 +32,7 @@ def parse_flags() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--stage", type=int, default=2, help="ZeRO stage")
+    add("--stage", type=int, default=3, help="ZeRO stage")
     add("--steps", type=int, default=500)
     add("--batch", type=int, default=4, help="sequences of a micro-batch, per rank")
     add("--accumulate", type=int, default=1, help="micro-batches of a step")
@@ -233,7 +233,8 @@ def main() -> None:
     metrics["effective_batch"] = effective
     metrics |= train(args, model, opt, batches)
     gather_memory(metrics, ranks)
-    sample = generate(model, PROMPT, args.sample_bytes, args.seed)
+    with zero.gathered(model):  # once for all tokens, instead of for each
+        sample = generate(model, PROMPT, args.sample_bytes, args.seed)
     if rank == 0:
         print(f"\n{zero.report(opt)}")
         print(f"sample   ({args.sample_bytes} bytes)\n{printable(sample)}\n")

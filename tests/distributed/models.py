@@ -141,7 +141,7 @@ def assert_gradients(model: nn.Module, want: dict[str, torch.Tensor | None]) -> 
             assert got is None and p.grad is None, name
         else:
             torch.testing.assert_close(
-                got, want[name], rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+                got, want[name], rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
 
 

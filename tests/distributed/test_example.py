@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 FLAGS = "--layers 2 --dim 48 --heads 4 --context 32 --batch 3 --bucket-mb 0.05 --warmup 2"
 FLAGS += f" --steps {STEPS} --eval-every 3 --eval-batches 3 --sample-bytes 5"
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 
 def command(language: str, ranks: int) -> list[str]:
