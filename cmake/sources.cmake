@@ -32,6 +32,7 @@ set(ZERO_SOURCES
     zero/optim/gradient_norm.cpp
     zero/optim/native_step.cpp
     zero/optim/runs.cpp
+    zero/optim/sharder.cpp
     zero/optim/zero_optimizer.cpp
     zero/options.cpp
     zero/sharding/agreement.cpp

@@ -3,5 +3,6 @@
 // Everything that a program needs: #include <zero/zero.h>, link zero::zero.
 
 #include <zero/comm/init.h>
+#include <zero/optim/sharder.h>
 #include <zero/optim/zero_optimizer.h>
 #include <zero/options.h>

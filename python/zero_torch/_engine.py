@@ -56,7 +56,6 @@ def make_engine(
     """
     options = to_options(config, stage, collected.ignored)
     named = collected.named()
-    _registry.refuse_managed((name, parameter) for name, parameter, _ in named)
     module = target if isinstance(target, nn.Module) else None
     if options.stage == 3 and module is None:
         raise TypeError(
@@ -105,7 +104,9 @@ def watch(target: Any, engine: _C.Engine, collected: Collected) -> ModuleWatch |
     """Watches a module's parameters; None for a bare iterable of parameters."""
     if not isinstance(target, nn.Module):
         return None
-    return ModuleWatch(target, engine, collected.ignored)
+    watch = ModuleWatch(target, engine, collected.ignored)
+    _registry.add_watch(engine, watch)
+    return watch
 
 
 def _checked_group(process_group: Any) -> dist.ProcessGroup | None:

@@ -105,6 +105,9 @@ class StateHooks:
 
     def __init__(self, engine: weakref.ref[_C.Engine]) -> None:
         self._engine = engine
+        self._loading: weakref.WeakKeyDictionary[nn.Module, list[int]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def _own(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
         engine = self._engine()
@@ -124,16 +127,22 @@ class StateHooks:
             state[name] = whole if _keep_whole else None
 
     def before_load(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        self._end_load(module)  # of one that failed half way
         engine = self._engine()
-        for _key, _parameter, index in self._own(module):
-            if engine is not None:
+        if engine is not None:
+            self._loading[module] = [index for _key, _parameter, index in self._own(module)]
+            for index in self._loading[module]:
                 engine.begin_load(index)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self._end_load(module)
+
+    def _end_load(self, module: nn.Module) -> None:
+        # By now the module may hold other parameters: load_state_dict(assign=True).
         engine = self._engine()
-        for index in _indices(engine, module):
-            assert engine is not None
-            engine.end_load(index)
+        for index in self._loading.pop(module, ()):
+            if engine is not None:
+                engine.end_load(index)
 
 
 def _indices(engine: _C.Engine | None, module: nn.Module) -> list[int]:

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import _registry
+
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -103,7 +105,9 @@ def check(parameters: Sequence[tuple[str, torch.Tensor, int]], *, deferred: bool
             raise ValueError(f"expected different names, got '{name}' for two parameters")
         first_name[id(parameter)] = name
         seen.add(name)
-    _check_overlap([(name, parameter) for name, parameter, _ in parameters])
+    pairs = [(name, parameter) for name, parameter, _ in parameters]
+    _registry.refuse_managed(pairs)  # before anything looks at their memory
+    _check_overlap(pairs)
 
 
 def _collect_iterable(target: Any) -> Collected:

@@ -15,10 +15,14 @@ import torch
 from . import _C
 
 if TYPE_CHECKING:
+    from ._watch import ModuleWatch
     from .optimizer import ZeroOptimizer
 
 _engines: list[weakref.ref[_C.Engine]] = []
 _optimizers: weakref.WeakKeyDictionary[_C.Engine, weakref.ref[ZeroOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+_watches: weakref.WeakKeyDictionary[_C.Engine, weakref.ref[ModuleWatch]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -28,8 +32,16 @@ def add(engine: _C.Engine) -> None:
 
 
 def remove(engine: _C.Engine) -> None:
-    """Forgets an engine that gave its parameters back."""
+    """Forgets an engine that gave its parameters back, and whoever watches them for it."""
+    reference = _watches.pop(engine, None)
+    watch = None if reference is None else reference()
+    if watch is not None:
+        watch.close()
     _engines[:] = [reference for reference in _engines if reference() is not engine]
+
+
+def add_watch(engine: _C.Engine, watch: ModuleWatch) -> None:
+    _watches[engine] = weakref.ref(watch)
 
 
 def add_optimizer(engine: _C.Engine, optimizer: ZeroOptimizer) -> None:
@@ -65,7 +77,8 @@ def refuse_managed(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         if name is not None:
             raise ValueError(
                 f"parameter '{name}' is managed already by a ZeroOptimizer or ZeroModule that is "
-                "still alive; drop that first, or pass the ZeroModule itself to ZeroOptimizer"
+                "still alive; drop that first (at stage 3: zero.unwrap(model)), or pass the "
+                "ZeroModule itself to ZeroOptimizer"
             )
 
 

@@ -39,7 +39,12 @@ class ModuleWatch:
             module.register_state_dict_pre_hook(hook.before_state_dict),
             module.register_load_state_dict_post_hook(hook.after_load_state_dict),
         ]
-        weakref.finalize(self, _remove, handles).atexit = False
+        self._unhook = weakref.finalize(self, _remove, handles)
+        self._unhook.atexit = False
+
+    def close(self) -> None:
+        """Takes its hooks off the module, which is watched no longer."""
+        self._unhook()
 
     def names(self) -> dict[int, str]:
         """Current names of the module's parameters, by id."""

@@ -82,10 +82,13 @@ class NativeRule:
     def states(self, indices: Iterable[int]) -> Iterator[tuple[int, State]]:
         """(index, whole state) of those that have state. Collective at stages 1 and 2."""
         for index in indices:
-            state = self._engine.full_state(index)
-            kept = {key: state[key] for key in _STATE[self._name] if key in state}
-            if kept:
-                yield index, kept
+            if state := self._state(index):
+                yield index, state
+            del state  # before the next one is made
+
+    def _state(self, index: int) -> State:
+        state = self._engine.full_state(index)
+        return {key: state[key] for key in _STATE[self._name] if key in state}
 
     def check_state(self, name: str, parameter: torch.Tensor, state: State) -> None:
         """Raises ValueError when ``state`` is not this rule's state of ``parameter``."""

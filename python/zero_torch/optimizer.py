@@ -180,7 +180,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         names = {} if self._watch is None else self._watch.names()
         collected = collect_group(param_group, len(self.param_groups), names)
         named = collected.named()
-        _registry.refuse_managed((name, parameter) for name, parameter, _ in named)
         if self._name is not None:
             native.check_group(self._name, {**self.defaults, **collected.groups[0]})
         _add_param_group(self, collected.groups[0])
@@ -253,6 +252,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for index, state in self._rule.states(range(len(parameters))):
             if keep:
                 self.state[parameters[index]] = state
+            del state  # before the next one is made
         try:
             return super().state_dict() if keep else {}
         finally:

@@ -37,8 +37,8 @@ def optimizer_state_dict(
 ) -> dict[str, Any]:
     """``optimizer.state_dict()``: on rank 0, elsewhere ``{}``; or on every rank.
 
-    torch's format with whole tensors. Collective at stages 1 to 3; other ranks hold one whole
-    tensor at a time with ``rank0_only``. ``full=False`` is not built yet.
+    torch's format with whole tensors. Collective at stages 1 to 3; other ranks hold the state of
+    one parameter at a time with ``rank0_only``. ``full=False`` is not built yet.
     """
     _require_full(full)
     _require_optimizer(optimizer)

@@ -157,6 +157,37 @@ TEST_CASE("release gives a plain module back", "[stage3]") {
   });
 }
 
+TEST_CASE("a model sharded module by module trains like a whole one", "[stage3]") {
+  run_ranks(2, [](int64_t rank, const auto& group) {
+    const auto step_of = [&](GPT& model, zero::ZeroOptimizer& optimizer, int64_t step) {
+      loss_of(model, tokens_of(step, rank)).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    auto whole = make_gpt(1);
+    zero::ZeroOptimizer reference(*whole, {.stage = 0}, zero::AdamW{.lr = 1e-2}, group);
+    auto model = make_gpt(rank + 1);
+    zero::Sharder sharder(stage3(), group);
+    for (size_t i = 0; i < model->blocks->size(); ++i) {
+      sharder.shard(model->blocks->ptr(i), "blocks." + std::to_string(i));
+      check_contains(
+          error_of([&] { model->blocks[i]->parameters()[0].data_ptr(); }),
+          {"blocks." + std::to_string(i) + ".", "is sharded"});
+    }
+    zero::ZeroOptimizer optimizer(*model, std::move(sharder), zero::AdamW{.lr = 1e-2});
+    require(
+        optimizer.engine().unit_names() == std::vector<std::string>{"", "blocks.0", "blocks.1"},
+        "a unit for each block and the root");
+    for (int64_t step = 0; step < 3; ++step) {
+      step_of(*whole, reference, step);
+      step_of(*model, optimizer, step);
+    }
+    optimizer.gathered([&] { require(equal(weights_of(*model), weights_of(*whole)), "equal bits"); });
+  });
+  check_contains(
+      error_of([] { zero::Sharder({.stage = 2}); }), {"expected stage 3", "got stage 2"});
+}
+
 TEST_CASE("evaluation without grad mode before and between training", "[stage3]") {
   run_ranks(2, [](int64_t rank, const auto& group) {
     auto model = make_gpt(1);

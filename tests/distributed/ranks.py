@@ -8,6 +8,7 @@ or fails with the first rank's traceback.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ def _work(
     torch.set_num_threads(1)
     import zero_torch as zero
 
+    gc.freeze()  # tests collect often, and never what was imported
     try:
         zero.init()
         results.put((rank, "value", function(rank, world, *arguments)))

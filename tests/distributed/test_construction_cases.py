@@ -277,7 +277,6 @@ def _normed(kind: str) -> nn.Module:
     return nn.Sequential(parametrizations.spectral_norm(layer))
 
 
-@pytest.mark.filterwarnings("ignore")
 def _parametrized(rank: int, world: int, stage: int) -> None:
     x = torch.tensor([[1.0, 2.0]])
     kinds = ("old weight", "weight", "old spectral", "spectral")

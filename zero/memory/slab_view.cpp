@@ -129,6 +129,16 @@ void SlabView::set_message(std::string message) {
   impl_of(storage_)->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
 }
 
+// numpy() leaves its mark on storages that could be resized.
+bool SlabView::take_lent() {
+  c10::StorageImpl* storage = impl_of(storage_);
+  if (storage->resizable() || storage->allocator() == nullptr) {
+    return false;
+  }
+  storage->set_resizable(true);
+  return true;
+}
+
 bool SlabView::holds(const at::Tensor& tensor) const {
   return tensor.has_storage() && impl_of(tensor.storage()) == impl_of(storage_);
 }

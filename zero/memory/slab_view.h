@@ -68,6 +68,10 @@ class SlabView {
   // Replaces the message of a closed view.
   void set_message(std::string message);
 
+  // Whether somebody outside torch (an array) took the memory since the last call:
+  // it must not be used for anything else then.
+  bool take_lent();
+
   bool closed() const {
     return closed_;
   }

@@ -52,8 +52,12 @@ class ZERO_API Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // [collective] More parameters, in a new group.
-  void add_parameters(std::vector<NamedParameter> parameters);
+  // [collective] More parameters, in new buckets; at stage 3 in units known
+  // already (the root's is 0) or in `new_units`, which come after those.
+  void add_parameters(
+      std::vector<NamedParameter> parameters,
+      std::vector<std::pair<std::string, at::Tensor>> buffers = {},
+      std::vector<std::string> new_units = {});
 
   const Options& options() const;
   int64_t rank() const;

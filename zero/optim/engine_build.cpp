@@ -98,14 +98,18 @@ std::shared_ptr<Engine> Engine::create(
   return std::shared_ptr<Engine>(new Engine(std::move(impl)));
 }
 
-void Engine::add_parameters(std::vector<NamedParameter> parameters) {
+void Engine::add_parameters(
+    std::vector<NamedParameter> parameters,
+    std::vector<std::pair<std::string, at::Tensor>> buffers,
+    std::vector<std::string> new_units) {
+  const c10::InferenceMode normal(false);
   impl_->settle();
   if (impl_->parameters) {
-    impl_->parameters->before_step(); // the root unit grows
+    impl_->parameters->before_step(); // a unit may grow
   }
   Units units;
-  units.names.clear(); // new parameters join the root
-  impl_->append(std::move(parameters), {}, units);
+  units.names = std::move(new_units);
+  impl_->append(std::move(parameters), buffers, units);
 }
 
 } // namespace zero

@@ -12,6 +12,7 @@
 #include <zero/comm/communicator.h>
 #include <zero/layout/units.h>
 #include <zero/nn/module_tree.h>
+#include <zero/optim/sharder.h>
 
 namespace zero {
 namespace {
@@ -150,6 +151,12 @@ ZeroOptimizer::ZeroOptimizer(
     shards_.push_back(engine_->shard_parameter(i));
   }
   inner_ = factory(shards_);
+}
+
+ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module, Sharder sharder, const Rule& rule)
+    : rules_{rule} {
+  validate(rule);
+  engine_ = sharder.finish(module);
 }
 
 ZeroOptimizer::~ZeroOptimizer() = default;

@@ -36,6 +36,8 @@ struct ParameterGroup {
 using ShardOptimizerFactory =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> shards)>;
 
+class Sharder;
+
 // Shards the training of a torch::nn::Module in place and steps it. The module
 // is used as before; all ranks must construct, step, clip and read in the same
 // order. Parameters are taken in the order of Module::named_parameters(), tied
@@ -61,6 +63,8 @@ class ZERO_API ZeroOptimizer {
       const Options& options,
       const ShardOptimizerFactory& factory,
       c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+  // Of a module that was sharded piece by piece (<zero/optim/sharder.h>).
+  ZeroOptimizer(torch::nn::Module& module, Sharder sharder, const Rule& rule = AdamW{});
   ~ZeroOptimizer();
   ZeroOptimizer(ZeroOptimizer&&) noexcept;
   ZeroOptimizer& operator=(ZeroOptimizer&&) noexcept;

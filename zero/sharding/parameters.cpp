@@ -241,10 +241,18 @@ void ParameterManager::release_bucket(Unit& unit, size_t position) noexcept {
     unit.works[position] = nullptr;
   }
   const layout::Bucket& bucket = table_.bucket(unit.buckets[position]).layout;
+  bool lent = false;
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-    table_.entry(bucket.parameters[i]).view.release(unit.messages[position][i], &unit);
+    memory::SlabView& view = table_.entry(bucket.parameters[i]).view;
+    lent = view.take_lent() || lent;
+    view.release(unit.messages[position][i], &unit);
   }
-  pool_->give(std::exchange(unit.slabs[position], {}));
+  memory::Slab slab = std::exchange(unit.slabs[position], {});
+  if (lent) {
+    unit.lent.push_back(std::move(slab));
+  } else {
+    pool_->give(std::move(slab));
+  }
   live_numel_ -= bucket.numel;
 }
 

@@ -108,6 +108,7 @@ class ParameterManager {
     std::atomic<int64_t> pins = 0;
     std::vector<memory::Slab> slabs; // by bucket
     std::vector<comm::WorkPtr> works; // by bucket: on its way
+    std::vector<memory::Slab> lent; // arrays that the user took keep them
 
    private:
     ParameterManager& manager_;
