@@ -43,6 +43,7 @@ set(ZERO_SOURCES
     zero/sharding/parameter_gather.cpp
     zero/sharding/parameter_table.cpp
     zero/sharding/parameters.cpp
+    zero/sharding/parameters_on_use.cpp
     zero/sharding/parameters_whole.cpp
     zero/sharding/unit_schedule.cpp)
 

@@ -51,11 +51,7 @@ std::shared_ptr<Engine> create(
     };
   }
   return Engine::create(
-      named(std::move(parameters)),
-      std::move(buffers),
-      options,
-      std::move(communicator),
-      units);
+      named(std::move(parameters)), std::move(buffers), options, std::move(communicator), units);
 }
 
 py::dict bytes_of(const memory::Usage& usage) {
@@ -115,7 +111,8 @@ void bind_identity(EngineClass& engine) {
           NoGil(),
           "[collective] The engine of `parameters` (name, tensor, group index, unit index), with\n"
           "rank 0's values of them and of `buffers`, over private groups with the members of\n"
-          "`group` (None: one rank). `materialize(unit)` gives the parameters of a unit values, in\n"
+          "`group` (None: one rank). `materialize(unit)` gives the parameters of a unit values, "
+          "in\n"
           "the `order` of units given. Raises before any change when ranks differ, naming the\n"
           "first difference.")
       .def(

@@ -15,7 +15,7 @@ struct UnitHook {
   int64_t unit = 0;
   bool enters = true;
 
-  void call(const py::args& /*arguments*/) const {
+  void call(const py::Args<py::object>& /*arguments*/) const {
     const py::gil_scoped_release release;
     if (enters) {
       engine->enter_unit(unit);
@@ -43,8 +43,14 @@ void init_unit_hook(py::module_& module) {
           py::arg("unit"),
           py::arg("enters"))
       .def("__call__", &UnitHook::call)
-      .def("__deepcopy__", [](const UnitHook&, const py::dict&) -> py::object { refuse_copy(); })
-      .def("__reduce_ex__", [](const UnitHook&, int) -> py::object { refuse_copy(); });
+      .def(
+          "__deepcopy__",
+          [](const UnitHook&, const py::object&) -> py::object { refuse_copy(); },
+          py::arg("memo"))
+      .def(
+          "__reduce_ex__",
+          [](const UnitHook&, const py::object&) -> py::object { refuse_copy(); },
+          py::arg("protocol"));
 }
 
 } // namespace zero::bindings

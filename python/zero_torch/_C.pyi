@@ -465,13 +465,13 @@ class UnitHook:
     """
     A forward hook of a unit's module.
     """
-    def __call__(self, *args) -> None:
+    def __call__(self, *args: typing.Any) -> None:
         ...
-    def __deepcopy__(self, arg0: dict) -> typing.Any:
+    def __deepcopy__(self, memo: typing.Any) -> typing.Any:
         ...
     def __init__(self, engine: Engine, unit: typing.SupportsInt | typing.SupportsIndex, enters: bool) -> None:
         ...
-    def __reduce_ex__(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> typing.Any:
+    def __reduce_ex__(self, protocol: typing.Any) -> typing.Any:
         ...
 def launch_environment() -> LaunchEnvironment | None:
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex, SupportsInt
 
 import torch
 import torch.distributed as dist
@@ -87,11 +87,14 @@ def _create_deferred(
     group: Any,
     found: Found,
 ) -> _C.Engine:
-    names = [[name for name, _, _, u in parameters if u == unit] for unit in range(len(found.names))]
+    names = [
+        [name for name, _, _, u in parameters if u == unit] for unit in range(len(found.names))
+    ]
 
-    def materialize(unit: int) -> list[torch.Tensor]:
-        values = materializer.materialize(names[unit])
-        return [values[name] for name in names[unit]]
+    def materialize(unit: SupportsInt | SupportsIndex) -> list[torch.Tensor]:
+        wanted = names[int(unit)]
+        values = materializer.materialize(wanted)
+        return [values[name] for name in wanted]
 
     order = materializer.order(names)
     engine = _C.Engine.create(parameters, [], options, group, found.names, materialize, order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,13 +101,14 @@ class CastHooks:
 
 
 class StateHooks:
-    """State dicts of modules whose parameters are sharded."""
+    """State dicts of modules whose parameters are sharded; on a copy of one, they do nothing."""
 
-    def __init__(self, engine: weakref.ref[_C.Engine]) -> None:
+    def __init__(self, engine: Callable[[], _C.Engine | None]) -> None:
         self._engine = engine
-        self._loading: weakref.WeakKeyDictionary[nn.Module, list[int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._loading: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateHooks, (_no_engine,)
 
     def _own(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
         engine = self._engine()
@@ -143,6 +144,10 @@ class StateHooks:
         for index in self._loading.pop(module, ()):
             if engine is not None:
                 engine.end_load(index)
+
+
+def _no_engine() -> None:
+    return None
 
 
 def _indices(engine: _C.Engine | None, module: nn.Module) -> list[int]:

@@ -37,10 +37,10 @@ class ZeroModule(nn.Module):
     At stage 3 parameters are sharded too: ``units`` says which submodules are gathered together
     (classes, names or a predicate ``(name, module) -> bool``; by default the repeated blocks of
     ``ModuleList`` and ``Sequential``, and the rest as the root), just before their forward and
-    backward. No optimizer is needed for inference. Methods called through the wrapper (``generate``)
-    gather what they read, as ``forward`` does. A module without storage (built on the meta device or
-    under ``zero_torch.deferred_init()``) is materialized and initialized unit by unit: by
-    ``init_fn(module)``, called for each submodule that has tensors of its own; or from
+    backward. No optimizer is needed for inference. Methods called through the wrapper
+    (``generate``) gather what they read, as ``forward`` does. A module without storage (built on
+    the meta device or under ``zero_torch.deferred_init()``) is materialized and initialized unit by
+    unit: by ``init_fn(module)``, called for each submodule that has tensors of its own; or from
     ``init_from``, a state dict or paths of safetensors files; or by the modules' own
     ``reset_parameters``.
 
@@ -193,7 +193,7 @@ class ZeroModule(nn.Module):
 
 
 def _as_forward(engine: _C.Engine, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the inner module, such as ``generate``: what it reads is gathered, as in forward."""
+    """A method of the inner module, such as ``generate``: what it reads is gathered."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

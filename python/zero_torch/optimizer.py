@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from inspect import unwrap as _unwrapped
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from inspect import unwrap as _unwrapped
 from typing import Any, NoReturn, overload
 
 import torch

@@ -86,7 +86,7 @@ def _load_sharded(
 ) -> None:
     """Rank 0's values, one module's own parameters at a time."""
     names = _on_rank_0(engine, lambda: sorted(_given(state_dict)))
-    wanted = {name: None for name in module.state_dict(keep_vars=True)}
+    wanted = dict.fromkeys(module.state_dict(keep_vars=True))
     missing, unexpected = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
     if strict and (missing or unexpected):
         raise RuntimeError(

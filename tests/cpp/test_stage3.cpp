@@ -64,7 +64,8 @@ TEST_CASE("stage 3 gives the bits of stage 0", "[stage3]") {
   for (int64_t ranks = 1; ranks <= 4; ++ranks) {
     const auto first = train({.stage = 0, .timeout = 60.0}, ranks);
     const std::vector<zero::Options> all = ranks == 2
-        ? std::vector{stage3(), stage3("true", 0), stage3("true", 3), stage3("false"), stage3("auto")}
+        ? std::
+              vector{stage3(), stage3("true", 0), stage3("true", 3), stage3("false"), stage3("auto")}
         : std::vector{stage3(), stage3("false", 3)};
     for (const zero::Options& options : all) {
       const auto runs = train(options, ranks);
@@ -182,7 +183,8 @@ TEST_CASE("a model sharded module by module trains like a whole one", "[stage3]"
       step_of(*whole, reference, step);
       step_of(*model, optimizer, step);
     }
-    optimizer.gathered([&] { require(equal(weights_of(*model), weights_of(*whole)), "equal bits"); });
+    optimizer.gathered(
+        [&] { require(equal(weights_of(*model), weights_of(*whole)), "equal bits"); });
   });
   check_contains(
       error_of([] { zero::Sharder({.stage = 2}); }), {"expected stage 3", "got stage 2"});

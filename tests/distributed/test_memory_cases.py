@@ -178,9 +178,9 @@ def _gradients_held(rank: int, world: int, stage: int) -> None:
     for held in during:
         assert held["gradients"] <= DEPTH * LAYER // world
         # The bucket that is filled and the one that is reduced; units gathered at stage 3.
-        assert held["buffers"] <= (2 if stage == 2 else 5) * LAYER, held["buffers"] / LAYER
+        assert held["buffers"] <= (2 if stage == 2 else 4) * LAYER, held["buffers"] / LAYER
     _, peak, _ = _measured(lambda: model(x).sum().backward())
-    assert peak <= (4 if stage == 2 else 5) * LAYER + SLACK, peak / LAYER
+    assert peak <= (3 if stage == 2 else 1) * LAYER + SLACK, peak / LAYER
     opt.zero_grad()
     with opt.no_sync():  # this is what it costs
         model(x).sum().backward()

@@ -76,6 +76,10 @@ def _metadata(rank: int, world: int) -> None:
         lambda: p.data,
         lambda: p.chunk(2)[0],
         lambda: p.flatten(),
+        lambda: p.detach().t_(),
+        lambda: p.detach().unsqueeze_(0).squeeze_(0),
+        lambda: p.detach().transpose_(0, 1),
+        lambda: p.detach().as_strided_((3,), (1,)),
     ]
     for view in views:  # with grad mode and without
         assert view().numel() > 0
@@ -198,6 +202,16 @@ def _refusals(rank: int, world: int) -> None:
         for target in (model, wrapped, model.blocks[0]):
             with pytest.raises(TypeError, match=r"sharded at stage 3.*state_dict"):
                 refused(target)
+    layer = model.blocks[0].up  # no unit: a copy is a plain layer
+    for copied in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="is sharded"):
+            copied(layer)
+        with torch.no_grad(), zero.gathered(layer):
+            twin = copied(layer)
+            assert torch.equal(twin.weight, layer.weight)
+        twin.load_state_dict(twin.state_dict())
+        twin(torch.ones(1, 11)).sum().backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
     loss_of(wrapped, batch(0, rank)).backward()
     with zero.gathered(model), pytest.raises(RuntimeError, match=r"held whole.*step outside"):
         opt.step()

@@ -28,7 +28,8 @@ constexpr std::array<std::string_view, 12> kMetadata = {
     "aten::new_empty_strided"};
 
 bool is_metadata(std::string_view name) {
-  return name.ends_with("_like") || std::find(kMetadata.begin(), kMetadata.end(), name) != kMetadata.end();
+  return name.ends_with("_like") ||
+      std::find(kMetadata.begin(), kMetadata.end(), name) != kMetadata.end();
 }
 
 bool only_makes_views(const c10::FunctionSchema& schema) {

@@ -36,7 +36,12 @@ void unmap(void* context) {
 
 c10::Storage map_storage(int64_t bytes) {
   void* data = mmap(
-      nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      nullptr,
+      static_cast<size_t>(bytes),
+      PROT_READ | PROT_WRITE,
+      MAP_PRIVATE | MAP_ANONYMOUS,
+      -1,
+      0);
   TORCH_CHECK_WITH(
       OutOfMemoryError,
       data != MAP_FAILED, // NOLINT(performance-no-int-to-ptr)

@@ -27,8 +27,8 @@ void closed_marker(void* /*on_use*/) {}
 
 c10::DataPtr pointer_into(const at::Tensor& slab, int64_t offset, OnUse* on_use = nullptr) {
   auto* hold = new Hold{slab.storage(), on_use};
-  void* data = static_cast<char*>(slab.mutable_data_ptr()) +
-      offset * static_cast<int64_t>(slab.itemsize());
+  void* data =
+      static_cast<char*>(slab.mutable_data_ptr()) + offset * static_cast<int64_t>(slab.itemsize());
   return {data, hold, &drop_slab, slab.device()};
 }
 

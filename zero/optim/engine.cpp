@@ -53,11 +53,7 @@ Engine::Impl::Impl(
         gathers != communicator || communicator->size() == 1,
         "[zero.optim] expected a second communicator for the gathers of stage 3, got none");
     parameters = std::make_unique<sharding::ParameterManager>(
-        options,
-        table,
-        gathers,
-        pool,
-        &autograd::inside_backward);
+        options, table, gathers, pool, &autograd::inside_backward);
     autograd::want_use_guard(true);
   } else if (options.stage > 0 && communicator->size() > 1) {
     gather =

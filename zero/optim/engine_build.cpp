@@ -39,8 +39,8 @@ void Engine::Impl::append(
   }
   table.append(std::move(added));
   for (size_t position = 0; position < by_unit.size(); ++position) {
-    const int64_t unit = position < units.order.size() ? units.order[position]
-                                                       : static_cast<int64_t>(position);
+    const int64_t unit =
+        position < units.order.size() ? units.order[position] : static_cast<int64_t>(position);
     if (units.materialize) {
       std::vector<at::Tensor> tensors = units.materialize(unit);
       for (size_t i = 0; i < tensors.size(); ++i) {

@@ -20,9 +20,7 @@ namespace zero {
 class ZERO_API Sharder {
  public:
   // `options.stage` must be 3; `group` as in ZeroOptimizer. Throws as it does.
-  explicit Sharder(
-      const Options& options,
-      c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+  explicit Sharder(const Options& options, c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
 
   // [collective] Shards a module as one unit, with rank 0's values. `name` is what
   // it is called in the whole model ("blocks.3"), the same on every rank; its

@@ -59,8 +59,7 @@ std::vector<std::string> assign_units(
   std::unordered_map<const c10::TensorImpl*, int64_t> index_of;
   std::vector<int64_t> numels;
   for (const NamedParameter& parameter : parameters) {
-    index_of.emplace(
-        parameter.tensor.unsafeGetTensorImpl(), static_cast<int64_t>(numels.size()));
+    index_of.emplace(parameter.tensor.unsafeGetTensorImpl(), static_cast<int64_t>(numels.size()));
     numels.push_back(parameter.tensor.numel());
   }
   const layout::UnitLayout units = layout::make_units(

@@ -45,8 +45,7 @@ ParameterTable::ParameterTable(
     int64_t world_size,
     std::shared_ptr<memory::Account> account)
     : sharded_(options.stage == 3),
-      bucket_bytes_(
-          sharded_ ? std::min(options.bucket_bytes, kMostOfUnit) : options.bucket_bytes),
+      bucket_bytes_(sharded_ ? std::min(options.bucket_bytes, kMostOfUnit) : options.bucket_bytes),
       first_bucket_bytes_(sharded_ ? bucket_bytes_ : options.first_bucket_bytes),
       rank_(rank),
       world_size_(world_size),
@@ -256,8 +255,7 @@ void ParameterTable::reattach() {
       load(index, tensor);
       entry.view.take_back(tensor);
     } else {
-      entry.view.take_back(
-          tensor, buckets_[entry.slot.bucket].values.tensor(), entry.slot.offset);
+      entry.view.take_back(tensor, buckets_[entry.slot.bucket].values.tensor(), entry.slot.offset);
     }
   }
 }

@@ -125,13 +125,16 @@ class ParameterManager {
   static bool needed(const Unit& unit);
   bool gathers_now(bool backward) const;
   void fail(int64_t unit, const char* operation, const std::string& cause) noexcept;
-  void refuse_write(
-      int64_t unit,
-      const c10::StorageImpl* storage,
-      const char* operation) noexcept;
+  void refuse_write(int64_t unit, const c10::StorageImpl* storage, const char* operation) noexcept;
   std::string message_of(int64_t index) const;
   template <typename Visit>
-  void each_parameter(int64_t unit, Visit visit);
+  void each_parameter(int64_t unit, Visit visit) {
+    for (const int64_t bucket : units_[unit]->buckets) {
+      for (const int64_t index : table_.bucket(bucket).layout.parameters) {
+        visit(index);
+      }
+    }
+  }
 
   const int64_t prefetch_;
   const int64_t max_live_numel_;

@@ -34,11 +34,7 @@ void ParameterManager::store(int64_t unit) {
   for (size_t b = 0; b < stored.buckets.size(); ++b) {
     const BucketEntry& entry = table_.bucket(stored.buckets[b]);
     memory::copy_elements(
-        entry.values.tensor(),
-        0,
-        stored.slabs[b].tensor,
-        entry.held.begin,
-        entry.held.size());
+        entry.values.tensor(), 0, stored.slabs[b].tensor, entry.held.begin, entry.held.size());
   }
 }
 
