@@ -9,6 +9,7 @@ set(ZERO_SOURCES
     zero/comm/blocking.cpp
     zero/comm/collectives.cpp
     zero/comm/environment.cpp
+    zero/comm/failure_board.cpp
     zero/comm/gloo_group.cpp
     zero/comm/group_communicator.cpp
     zero/comm/host_list.cpp

@@ -39,11 +39,10 @@ std::shared_ptr<Engine> create(
     const std::optional<Materialize>& materialize,
     std::vector<int64_t> order) {
   const Group ranks = group.value_or(Group());
-  auto communicator = comm::make_communicator(ranks, options.timeout);
-  Units units{.names = std::move(unit_names), .order = std::move(order)};
-  if (options.stage == 3) {
-    units.gathers = comm::make_communicator(ranks, options.timeout);
-  }
+  const auto channels =
+      comm::make_communicators(ranks, options.timeout, options.stage == 3 ? 2 : 1);
+  Units units{
+      .names = std::move(unit_names), .gathers = channels.back(), .order = std::move(order)};
   if (materialize) {
     units.materialize = [&materialize](int64_t unit) {
       const py::gil_scoped_acquire acquire;
@@ -51,7 +50,7 @@ std::shared_ptr<Engine> create(
     };
   }
   return Engine::create(
-      named(std::move(parameters)), std::move(buffers), options, std::move(communicator), units);
+      named(std::move(parameters)), std::move(buffers), options, channels.front(), units);
 }
 
 py::dict bytes_of(const memory::Usage& usage) {
@@ -268,6 +267,12 @@ void bind_units(EngineClass& engine) {
 
 void bind_inspection(EngineClass& engine) {
   engine
+      .def(
+          "join_full_parameter",
+          &Engine::join_full_parameter,
+          py::arg("index"),
+          NoGil(),
+          "Takes part in other ranks' full_parameter(), without a whole one here.")
       .def(
           "full_parameter",
           &Engine::full_parameter,

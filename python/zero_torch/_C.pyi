@@ -359,6 +359,10 @@ class Engine:
         """
         The index of a managed parameter; -1 for any other tensor.
         """
+    def join_full_parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Takes part in other ranks' full_parameter(), without a whole one here.
+        """
     def leave_forward(self) -> None:
         """
         Until here.

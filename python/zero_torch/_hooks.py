@@ -124,8 +124,11 @@ class StateHooks:
             name = prefix + key
             if engine is None or state.get(name) is None or state[name] is parameter:
                 continue  # dropped by the user's own hook, or asked for with keep_vars=True
-            whole = engine.full_parameter(index)
-            state[name] = whole if _keep_whole else None
+            if _keep_whole:
+                state[name] = engine.full_parameter(index)
+            else:
+                engine.join_full_parameter(index)
+                state[name] = None
 
     def before_load(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
         self._end_load(module)  # of one that failed half way

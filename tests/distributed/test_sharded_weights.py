@@ -1,20 +1,21 @@
-"""A sharded weight answers for itself: reads, writes, loads, state dicts and its life's end."""
+"""A sharded weight answers for itself when it is read or written."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import gc
 import io
 import os
 import pickle
-import weakref
+import signal
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from models import assert_equal, batch, loss_of, make_gpt, weights
 from ranks import run
-from sharded_models import WHOLE, square_layers
+from sharded_models import WHOLE
 from torch import nn
 
 import zero_torch as zero
@@ -222,171 +223,36 @@ def _refusals(rank: int, world: int) -> None:
         zero.ZeroOptimizer([nn.Parameter(torch.ones(3))], stage=3)
 
 
+def _forked(rank: int, world: int) -> None:
+    """A child, as a DataLoader's worker, must not gather with its parent's peers."""
+    model, wrapped = _sharded()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), torch.no_grad():
+            try:
+                wrapped(batch(0, 0)[:, :8])
+            except RuntimeError as error:
+                os._exit(7 if "is sharded" in str(error) else 8)
+        os._exit(9)
+    deadline = time.monotonic() + 10
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while ended == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if ended == 0:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    want = make_gpt()
+    for m in (wrapped, want):
+        loss_of(m, batch(0, rank)).backward()
+    assert_equal(weights(model), weights(want))
+    assert os.waitstatus_to_exitcode(status) == 7, "-9: it hung"
+
+
 def _answers(rank: int, world: int) -> None:
-    for check in (_metadata, _reads, _writes, _refusals):
+    for check in (_metadata, _reads, _writes, _refusals, _forked):
         check(rank, world)
 
 
 def test_reads_and_writes_of_a_sharded_weight() -> None:
     run(_answers, 2)
-
-
-def _plain_again(rank: int, world: int) -> None:
-    hooks = (
-        "_forward_pre_hooks",
-        "_forward_hooks",
-        "_state_dict_hooks",
-        "_forward_hooks_with_kwargs",
-    )
-    more = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    tables = (*hooks, *more, "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-
-    def counts(model: nn.Module) -> dict[str, int]:
-        return {
-            f"{name}.{table}": len(getattr(part, table))
-            for name, part in model.named_modules()
-            for table in tables
-        }
-
-    for how in ("unwrap", "unwrap the wrapper", "release"):
-        model = make_gpt()
-        before = counts(model)
-        if how == "release":
-            opt = zero.ZeroOptimizer(model, stage=3, lr=1e-2, **WHOLE)
-            called = model
-        else:
-            called = zero.ZeroModule(model, stage=3, **WHOLE)
-            opt = zero.ZeroOptimizer(called, lr=1e-2)
-        for step in range(2):
-            loss_of(called, batch(step, rank)).backward()
-            opt.step()
-            opt.zero_grad()
-        want = weights(model)
-        assert counts(model) != before
-        if how == "release":
-            opt.release()
-        else:
-            assert zero.unwrap(called if how == "unwrap the wrapper" else model) is model
-        assert counts(model) == before
-        with torch.no_grad():
-            assert_equal({n: p.clone() for n, p in model.state_dict().items()}, want)
-            model.head.weight.mul_(1.0)
-        twin = copy.deepcopy(model)
-        sgd, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
-        for m, o in ((model, sgd), (twin, other)):
-            for _ in range(2):
-                loss_of(m, batch(7, rank)).backward()
-                o.step()
-                o.zero_grad()
-        assert_equal(weights(model), weights(twin))
-        again = zero.ZeroOptimizer(model, stage=3, lr=1e-2, **WHOLE)  # and sharded anew
-        loss_of(model, batch(0, rank)).backward()
-        again.step()
-        again.release()
-
-
-def _inference(rank: int, world: int) -> None:
-    class Generator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gpt = make_gpt()
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.gpt(tokens)
-
-        @torch.no_grad()
-        def generate(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
-            for _ in range(count):
-                tokens = torch.cat([tokens, self.gpt(tokens)[:, -1:].argmax(-1)], 1)
-            return tokens
-
-        @torch.no_grad()
-        def norm(self) -> float:
-            return float(self.gpt.head.weight.norm())  # no forward at all
-
-    plain = Generator()
-    wrapped = zero.ZeroModule(Generator(), stage=3, **WHOLE)
-    tokens = batch(0, 0)[:, :3]
-    assert torch.equal(wrapped.generate(tokens, 4), plain.generate(tokens, 4))
-    assert wrapped.norm() == plain.norm()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.equal(wrapped(tokens), plain(tokens))
-    assert _gathers(wrapped) > 0
-    wrapped.unshard()
-    before = _gathers(wrapped)
-    for _ in range(2):
-        wrapped.generate(tokens, 4)
-        wrapped(tokens).sum().backward()
-    with torch.no_grad():
-        assert torch.equal(wrapped.module.gpt.head.weight.sum(), plain.gpt.head.weight.sum())
-    assert _gathers(wrapped) == before
-    wrapped.unshard()
-    wrapped.reshard()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="is sharded"):
-        wrapped.module.gpt.head.weight.sum()
-    wrapped(tokens)
-    assert _gathers(wrapped) > before
-    wrapped.reshard()
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _lifetime(rank: int, world: int) -> None:
-    sizes = []
-    for round_ in range(14):
-        model = square_layers(8, 256)
-        wrapped = zero.ZeroModule(model, stage=3)
-        opt = zero.ZeroOptimizer(wrapped, lr=1e-3)
-        for _ in range(2):
-            wrapped(torch.ones(2, 256)).sum().backward()
-            opt.step()
-        if round_ % 2 == 0:
-            opt.zero_grad()
-        watch = [weakref.ref(o) for o in (model, wrapped, opt, *model.parameters())]
-        del model, wrapped, opt
-        gc.collect()
-        assert all(ref() is None for ref in watch), round_
-        sizes.append(_resident())
-    grown = sizes[-1] - sizes[3]
-    assert grown < 8 * 256 * 256 * 4, [s >> 10 for s in sizes]  # less than one model in ten rounds
-
-
-def _optimizers_come_and_go(rank: int, world: int) -> None:
-    model, wrapped = _sharded()
-    plain = make_gpt()
-    for round_ in range(3):
-        opt = zero.ZeroOptimizer(wrapped, "sgd", lr=0.1)
-        other = zero.ZeroOptimizer(plain, "sgd", stage=0, lr=0.1)
-        for m, o in ((wrapped, opt), (plain, other)):
-            loss_of(m, batch(round_, rank)).backward()
-            o.step()
-            o.zero_grad()
-        with pytest.raises(ValueError, match="has an optimizer already"):
-            zero.ZeroOptimizer(wrapped, "sgd", lr=0.1)
-        del opt, o, other
-        gc.collect()
-        assert_equal(weights(model), weights(plain))
-        with torch.no_grad():  # sharded still, and working
-            assert torch.equal(wrapped(batch(9, 0)[:, :8]), plain(batch(9, 0)[:, :8]))
-            with pytest.raises(RuntimeError, match="is sharded"):
-                model.head.weight.sum()
-    # Without a ZeroModule the model's hooks own the engine.
-    model = make_gpt()
-    opt = zero.ZeroOptimizer(model, stage=3, lr=1e-2, **WHOLE)
-    del opt
-    gc.collect()
-    assert_equal(weights(model), weights(make_gpt()))
-    assert loss_of(model, batch(0, rank)).item() == loss_of(make_gpt(), batch(0, rank)).item()
-
-
-def _lives(rank: int, world: int) -> None:
-    for check in (_plain_again, _inference, _optimizers_come_and_go, _lifetime):
-        check(rank, world)
-
-
-def test_the_life_of_a_sharded_module() -> None:
-    run(_lives, 2)

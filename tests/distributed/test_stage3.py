@@ -257,7 +257,7 @@ def _train_wandering(
 
 def _changing_order(rank: int, world: int) -> None:
     want, losses = _train_wandering(rank, 0)
-    for reshard, prefetch in PRODUCT:
+    for reshard, prefetch in (*A_FEW, (True, 0), (True, 3)):
         got, own = _train_wandering(rank, 3, reshard_after_forward=reshard, prefetch=prefetch)
         assert own == losses, (reshard, prefetch)
         assert_equal(got, want)

@@ -220,6 +220,10 @@ std::vector<at::Tensor> exchange(
   constexpr auto inline_size = static_cast<int64_t>(OperationHeader::kInlineSize);
   std::vector<at::Tensor> messages(peers.size());
   for (int64_t rank = 0; rank < peers.size(); ++rank) {
+    if (rank == peers.rank() && bytes.numel() > inline_size) {
+      messages[rank] = bytes;
+      continue;
+    }
     messages[rank] = at::empty({headers[rank].bytes}, at::kByte);
     if (headers[rank].bytes > 0 && headers[rank].bytes <= inline_size) {
       std::memcpy(
@@ -237,9 +241,6 @@ std::vector<at::Tensor> exchange(
       auto* data = static_cast<char*>(bytes.mutable_data_ptr());
       transfers.push_back(peers.send({bytes, data, bytes.numel()}, peers.after(i)));
     }
-  }
-  if (bytes.numel() > inline_size) {
-    std::memcpy(messages[peers.rank()].mutable_data_ptr(), bytes.const_data_ptr(), bytes.numel());
   }
   peers.wait(transfers);
   return messages;

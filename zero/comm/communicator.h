@@ -77,7 +77,7 @@ class ZERO_API Communicator {
   virtual WorkPtr broadcast(at::Tensor tensor, int64_t root, Tag tag) = 0;
 
   // Blocking. Each rank's bytes (any length, one-dimensional uint8) to every
-  // rank, in rank order.
+  // rank, in rank order; this rank's own may be the tensor that was given.
   virtual std::vector<at::Tensor> exchange(at::Tensor bytes, Tag tag) = 0;
   virtual void barrier(Tag tag) = 0;
 

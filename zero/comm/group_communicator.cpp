@@ -89,8 +89,13 @@ class GroupCommunicator::Operation final : public Work {
   std::exception_ptr error_;
 };
 
-GroupCommunicator::GroupCommunicator(std::unique_ptr<PeerExchange> peers)
-    : place_{peers->rank(), peers->size()}, peers_(std::move(peers)), worker_([this] { work(); }) {}
+GroupCommunicator::GroupCommunicator(
+    std::unique_ptr<PeerExchange> peers,
+    std::shared_ptr<FailureBoard> board)
+    : place_{peers->rank(), peers->size()},
+      peers_(std::move(peers)),
+      board_(std::move(board)),
+      worker_([this] { work(); }) {}
 
 GroupCommunicator::~GroupCommunicator() {
   const BlockingScope scope;
@@ -159,7 +164,7 @@ void GroupCommunicator::run(Operation& operation) {
 
 void GroupCommunicator::fail(Operation& operation, std::exception_ptr error) noexcept {
   bool is_first = false;
-  const auto text = text_of(error);
+  auto text = text_of(error);
   {
     const std::lock_guard lock(mutex_);
     is_first = failure_.empty();
@@ -170,6 +175,14 @@ void GroupCommunicator::fail(Operation& operation, std::exception_ptr error) noe
   if (is_first) {
     // Disconnected before finish() frees buffers: nothing writes into them later.
     peers_->give_up(text);
+    const auto others = board_ ? board_->post(text) : std::string();
+    if (!others.empty()) {
+      text += others;
+      error = std::make_exception_ptr(
+          c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text));
+      const std::lock_guard lock(mutex_);
+      failure_ = text;
+    }
   }
   operation.finish(std::move(error));
 }

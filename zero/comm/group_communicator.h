@@ -15,13 +15,17 @@
 
 #include <zero/comm/collectives.h>
 #include <zero/comm/communicator.h>
+#include <zero/comm/failure_board.h>
 #include <zero/comm/peer_exchange.h>
 
 namespace zero::comm {
 
 class GroupCommunicator final : public Communicator {
  public:
-  explicit GroupCommunicator(std::unique_ptr<PeerExchange> peers);
+  // `board` may be null.
+  explicit GroupCommunicator(
+      std::unique_ptr<PeerExchange> peers,
+      std::shared_ptr<FailureBoard> board = nullptr);
   // Not collective. Gives operations in flight a moment, then abandons them.
   ~GroupCommunicator() override;
 
@@ -55,6 +59,7 @@ class GroupCommunicator final : public Communicator {
   const Place place_;
   std::unique_ptr<PeerExchange> peers_; // the worker's, but for interrupt()
   ReduceScratch scratch_; // the worker's
+  std::shared_ptr<FailureBoard> board_; // the worker's
 
   mutable std::mutex mutex_; // guards the rest
   std::condition_variable changed_;

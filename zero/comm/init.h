@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -47,6 +48,12 @@ class Communicator;
 ZERO_API std::shared_ptr<Communicator> make_communicator(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     double timeout_seconds);
+// Several, each ordered for itself; a failure in one says what other ranks were in,
+// whichever that was.
+ZERO_API std::vector<std::shared_ptr<Communicator>> make_communicators(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    double timeout_seconds,
+    int64_t count);
 } // namespace comm
 
 } // namespace zero

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <zero/comm/blocking.h>
+#include <zero/comm/failure_board.h>
 #include <zero/comm/gloo_group.h>
 #include <zero/comm/group_communicator.h>
 #include <zero/comm/local_communicator.h>
@@ -16,12 +17,17 @@
 
 namespace zero::comm {
 
-std::shared_ptr<Communicator> make_communicator(
+std::vector<std::shared_ptr<Communicator>> make_communicators(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    double timeout_seconds) {
+    double timeout_seconds,
+    int64_t count) {
   to_milliseconds(timeout_seconds); // refuses what is no timeout, at one rank too
+  std::vector<std::shared_ptr<Communicator>> communicators;
   if (!group || group->getSize() == 1) {
-    return std::make_shared<LocalCommunicator>();
+    for (int64_t i = 0; i < count; ++i) {
+      communicators.push_back(std::make_shared<LocalCommunicator>());
+    }
+    return communicators;
   }
   const int64_t rank = group->getRank();
   const int64_t size = group->getSize();
@@ -36,10 +42,25 @@ std::shared_ptr<Communicator> make_communicator(
       "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
   const BlockingScope scope;
   const SigpipeBlock no_sigpipe;
-  auto own_store = c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
-  auto backend = make_gloo_backend(own_store, rank, size, timeout_seconds);
-  return std::make_shared<GroupCommunicator>(
-      std::make_unique<PeerExchange>(std::move(backend), timeout_seconds));
+  std::shared_ptr<FailureBoard> board;
+  for (int64_t i = 0; i < count; ++i) {
+    auto own_store =
+        c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
+    if (count > 1 && !board) {
+      board = std::make_shared<FailureBoard>(own_store, rank, size);
+    }
+    auto backend = make_gloo_backend(own_store, rank, size, timeout_seconds);
+    communicators.push_back(
+        std::make_shared<GroupCommunicator>(
+            std::make_unique<PeerExchange>(std::move(backend), timeout_seconds), board));
+  }
+  return communicators;
+}
+
+std::shared_ptr<Communicator> make_communicator(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    double timeout_seconds) {
+  return make_communicators(group, timeout_seconds, 1).front();
 }
 
 } // namespace zero::comm

@@ -132,6 +132,8 @@ class ZERO_API Engine {
 
   // [collective at stages 1 to 3] Whole tensors in the parameter's own shape.
   at::Tensor full_parameter(int64_t index);
+  // Takes part in other ranks' full_parameter(), without a whole one here.
+  void join_full_parameter(int64_t index);
   at::Tensor full_gradient(int64_t index); // undefined when there is none
   // Native rules' state; "step" is 0-dim fp32. Empty before the first step.
   std::map<std::string, at::Tensor> full_state(int64_t index);

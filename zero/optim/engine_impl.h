@@ -49,6 +49,11 @@ struct Engine::Impl final : autograd::AccumulateListener,
   layout::Range updated(int64_t index) const;
   // The same part, as elements of the bucket's reduced gradient and of its state.
   layout::Range held(int64_t index) const;
+  // Every rank's part of something of a parameter, in rank order.
+  enum class Part : uint8_t { value, gradient, state, other };
+  std::vector<at::Tensor> parts(int64_t index, const at::Tensor& own, Part part);
+  at::Tensor unshard(int64_t index, const at::Tensor& own, Part part);
+  at::Tensor own_values(int64_t index) const;
   const sharding::ParameterEntry& checked(int64_t index) const;
 
   const Options options;

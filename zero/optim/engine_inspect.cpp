@@ -2,6 +2,7 @@
 
 #include <zero/optim/engine_impl.h>
 
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -33,60 +34,98 @@ at::Tensor as_bytes(const at::Tensor& flat) {
 
 } // namespace
 
+// At stage 3: this rank's part of the values.
+at::Tensor Engine::Impl::own_values(int64_t index) const {
+  const sharding::ParameterEntry& entry = table.entry(index);
+  const layout::Range part = owned(index);
+  if (part.size() == 0) {
+    return at::empty({0}, entry.parameter.tensor.options().requires_grad(false));
+  }
+  return table.values(entry.slot.bucket, entry.slot.offset + part.begin, part.size());
+}
+
+std::vector<at::Tensor> Engine::Impl::parts(int64_t index, const at::Tensor& own, Part part) {
+  static constexpr std::array<const char*, 4> kNames = {
+      "the value", "the gradient", "optimizer state", "a tensor"};
+  const auto kind = static_cast<size_t>(part);
+  const sharding::ParameterEntry& entry = checked(index);
+  const layout::Range range = owned(index);
+  TORCH_CHECK_VALUE(
+      !entry.flat || own.numel() == range.size(),
+      "[zero.optim] expected ",
+      range.size(),
+      " elements, this rank's part of parameter '",
+      entry.parameter.name,
+      "', got ",
+      own.numel(),
+      " (rank ",
+      communicator->rank(),
+      " of ",
+      communicator->size(),
+      ")");
+  return communicator->exchange(
+      as_bytes(own),
+      {std::string(kNames.at(kind)) + " of parameter '" + entry.parameter.name + "'",
+       static_cast<int64_t>(kNames.size()) * index + static_cast<int64_t>(kind),
+       gradients.steps(),
+       false});
+}
+
+at::Tensor Engine::Impl::unshard(int64_t index, const at::Tensor& own, Part part) {
+  const at::NoGradGuard no_grad;
+  const sharding::ParameterEntry& entry = checked(index);
+  if (options.stage == 0) {
+    at::Tensor whole = whole_like(entry.parameter.tensor, own.scalar_type());
+    memory::copy_elements(whole, 0, own.contiguous(), 0, own.numel());
+    return whole;
+  }
+  const std::vector<at::Tensor> pieces = parts(index, own, part);
+  at::Tensor whole = whole_like(entry.parameter.tensor, own.scalar_type());
+  int64_t at = 0;
+  for (const at::Tensor& piece : pieces) {
+    const int64_t numel = piece.numel() / static_cast<int64_t>(whole.itemsize());
+    TORCH_CHECK(
+        at + numel <= whole.numel(),
+        "[zero.optim] ranks sent more than the ",
+        whole.numel(),
+        " elements of parameter '",
+        entry.parameter.name,
+        "': they hold different dtypes of it; give every rank the same");
+    if (numel > 0) {
+      memory::copy_elements(whole, at, piece.view(whole.scalar_type()), 0, numel);
+    }
+    at += numel;
+  }
+  return whole;
+}
+
 at::Tensor Engine::full_parameter(int64_t index) {
   impl_->settle();
-  const at::NoGradGuard no_grad;
   const sharding::ParameterEntry& entry = impl_->checked(index);
   if (!impl_->parameters) {
+    const at::NoGradGuard no_grad;
     return entry.parameter.tensor.detach().clone();
   }
-  const layout::Range part = impl_->owned(index);
-  return unshard(
-      index,
-      part.size() == 0
-          ? at::empty({0}, entry.parameter.tensor.options().requires_grad(false))
-          : impl_->table.values(entry.slot.bucket, entry.slot.offset + part.begin, part.size()));
+  return impl_->unshard(index, impl_->own_values(index), Impl::Part::value);
+}
+
+void Engine::join_full_parameter(int64_t index) {
+  impl_->settle();
+  if (impl_->parameters) {
+    impl_->parts(index, impl_->own_values(index), Impl::Part::value);
+  }
 }
 
 at::Tensor Engine::full_gradient(int64_t index) {
   impl_->checked(index);
   impl_->settle();
-  return impl_->gradients.has_gradient(index) ? unshard(index, shard_gradient(index))
-                                              : at::Tensor();
+  return impl_->gradients.has_gradient(index)
+      ? impl_->unshard(index, shard_gradient(index), Impl::Part::gradient)
+      : at::Tensor();
 }
 
 at::Tensor Engine::unshard(int64_t index, const at::Tensor& shard) {
-  const sharding::ParameterEntry& entry = impl_->checked(index);
-  const at::NoGradGuard no_grad;
-  const layout::Range part = impl_->owned(index);
-  TORCH_CHECK_VALUE(
-      !entry.flat || shard.numel() == part.size(),
-      "[zero.optim] expected ",
-      part.size(),
-      " elements, this rank's part of parameter '",
-      entry.parameter.name,
-      "', got ",
-      shard.numel(),
-      " (rank ",
-      rank(),
-      " of ",
-      world_size(),
-      ")");
-  at::Tensor whole = whole_like(entry.parameter.tensor, shard.scalar_type());
-  if (part.size() == entry.slot.numel && impl_->options.stage == 0) {
-    memory::copy_elements(whole, 0, shard.contiguous(), 0, part.size());
-    return whole;
-  }
-  int64_t at = 0;
-  for (const at::Tensor& piece : exchange(as_bytes(shard))) {
-    const int64_t numel = piece.numel() / static_cast<int64_t>(whole.itemsize());
-    if (numel > 0) {
-      const at::Tensor typed = piece.view(whole.scalar_type());
-      memory::copy_elements(whole, at, typed, 0, numel);
-    }
-    at += numel;
-  }
-  return whole;
+  return impl_->unshard(index, shard, Impl::Part::other);
 }
 
 at::Tensor Engine::shard(int64_t index, const at::Tensor& whole) {
@@ -119,7 +158,7 @@ std::map<std::string, at::Tensor> Engine::full_state(int64_t index) {
   for (size_t k = 0; k < names.size(); ++k) {
     const at::Tensor flat =
         impl_->state.existing(entry.slot.bucket)[k].view(held.begin, held.size());
-    whole[names[k]] = unshard(index, flat);
+    whole[names[k]] = impl_->unshard(index, flat, Impl::Part::state);
   }
   whole["step"] = at::full({}, static_cast<double>(steps), at::kFloat);
   return whole;
@@ -183,7 +222,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
 
 std::vector<at::Tensor> Engine::exchange(const at::Tensor& bytes) {
   return impl_->communicator->exchange(
-      bytes, {"values of sharded state", 0, impl_->gradients.steps(), false});
+      bytes, {"a Python value", -1, impl_->gradients.steps(), false});
 }
 
 bool Engine::agree_any(bool value) {

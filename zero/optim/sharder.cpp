@@ -54,12 +54,11 @@ void Sharder::add(torch::nn::Module& module, const std::string& prefix, bool roo
     return;
   }
   const auto group = group_ ? group_ : init(options_.timeout);
-  Units units;
+  const auto channels = comm::make_communicators(group, options_.timeout, 2);
+  Units units{.gathers = channels.back()};
   units.names.insert(units.names.end(), names.begin(), names.end());
-  auto communicator = comm::make_communicator(group, options_.timeout);
-  units.gathers = comm::make_communicator(group, options_.timeout);
-  engine_ = Engine::create(
-      std::move(parameters), std::move(buffers), options_, std::move(communicator), units);
+  engine_ =
+      Engine::create(std::move(parameters), std::move(buffers), options_, channels.front(), units);
   engine_->set_gather_always(true);
 }
 

@@ -88,14 +88,14 @@ std::shared_ptr<Engine> make_engine(
     }
   }
   const Group ranks = group ? group : init(options.timeout);
-  auto communicator = comm::make_communicator(ranks, options.timeout);
-  Units units;
+  const auto channels =
+      comm::make_communicators(ranks, options.timeout, options.stage == 3 ? 2 : 1);
+  Units units{.gathers = channels.back()};
   if (options.stage == 3) {
     units.names = assign_units(module, options, parameters);
-    units.gathers = comm::make_communicator(ranks, options.timeout);
   }
-  auto engine = Engine::create(
-      std::move(parameters), std::move(buffers), options, std::move(communicator), units);
+  auto engine =
+      Engine::create(std::move(parameters), std::move(buffers), options, channels.front(), units);
   engine->set_gather_always(true); // modules of C++ don't tell of their forward
   return engine;
 }
