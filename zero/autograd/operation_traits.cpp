@@ -13,12 +13,19 @@ namespace zero::autograd {
 namespace {
 
 // Touch metadata only, whatever their schema says.
-constexpr std::array<std::string_view, 12> kMetadata = {
+constexpr std::array<std::string_view, 19> kMetadata = {
     "aten::requires_grad_",
     "aten::retain_grad",
     "aten::detach_",
     "aten::set_data",
     "aten::rename_",
+    "aten::as_strided_",
+    "aten::squeeze_",
+    "aten::unsqueeze_",
+    "aten::t_",
+    "aten::transpose_",
+    "aten::swapaxes_",
+    "aten::swapdims_",
     "aten::is_same_size",
     "aten::result_type",
     "aten::new_empty",
@@ -43,7 +50,9 @@ OperationTraits examine(const at::RecordFunction& function) {
   OperationTraits traits;
   const std::optional<c10::FunctionSchema> schema = function.operator_schema();
   if (!schema) {
-    return traits; // a custom autograd function
+    // A custom autograd function, or torch's own note of a detach.
+    traits.reads = std::string_view(function.name()) != "detach";
+    return traits;
   }
   if (is_metadata(schema->name())) {
     traits.reads = false;

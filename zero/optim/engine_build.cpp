@@ -48,6 +48,9 @@ void Engine::Impl::append(
       }
     }
     take_in(by_unit[unit]);
+    if (units.materialize) {
+      memory::return_free_memory();
+    }
   }
   memory::return_free_memory();
   for (const int64_t index : frozen) {

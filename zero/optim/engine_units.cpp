@@ -116,6 +116,7 @@ void Engine::release_parameters() {
     for (int64_t unit = 0; unit < impl_->parameters->unit_count(); ++unit) {
       impl_->parameters->restore(unit);
     }
+    impl_->pool->clear();
   }
   impl_->gradients.forget();
   impl_->released = true;

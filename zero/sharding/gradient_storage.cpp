@@ -92,6 +92,11 @@ class WholeGradients : public GradientStorage {
     kept_.clear();
   }
 
+  void clear() override {
+    kept_.clear();
+    whole_.clear();
+  }
+
  protected:
   virtual comm::WorkPtr
   start(at::Tensor own, at::Tensor whole, comm::Reduction reduction, comm::Tag tag) {
@@ -187,6 +192,11 @@ class ShardedGradients final : public GradientStorage {
   void close_all() override {
     open_.clear();
     end_backward();
+  }
+
+  void clear() override {
+    close_all();
+    shards_.clear();
   }
 
  private:

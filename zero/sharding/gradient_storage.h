@@ -42,6 +42,8 @@ class GradientStorage {
   virtual void end_backward() = 0;
   // Lets go of open buckets that were not reduced.
   virtual void close_all() = 0;
+  // Lets go of everything.
+  virtual void clear() = 0;
 };
 
 struct GradientContext {

@@ -219,6 +219,7 @@ void GradientManager::forget() {
       grad.reset();
     }
   }
+  storage_->clear();
 }
 
 void GradientManager::import_assigned() {

@@ -111,6 +111,7 @@ void ParameterManager::leave_forward() noexcept {
 }
 
 void ParameterManager::enter(int64_t unit) {
+  check_process();
   const bool backward = inside_backward_();
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
@@ -131,8 +132,8 @@ void ParameterManager::leave(int64_t unit) noexcept {
   --depth_;
   if (left.entered == 0 && !backward) { // recomputed inside backward, it is needed next
     const std::vector<int64_t> soon = schedule_.ahead(kNear);
-    left.kept =
-        left.kept || reshard_ == "false" || (reshard_ == "auto" && (unit == 0 || soon.empty()));
+    left.kept = left.kept || reshard_ == "false" ||
+        (reshard_ == "auto" && (unit == 0 || schedule_.last(/*root=*/0)));
     if (!contains(soon, unit)) {
       release_unless_needed(unit);
     }
@@ -176,8 +177,21 @@ void ParameterManager::make_room(int64_t unit, const std::vector<int64_t>& soon)
   }
 }
 
+void ParameterManager::check_process() const {
+  TORCH_CHECK(
+      getpid() == process_,
+      "[zero.sharding] the model is sharded (rank ",
+      table_.rank(),
+      " of ",
+      table_.world_size(),
+      ") and a forked child can't gather it, since its peers are its parent's; gather before the "
+      "fork, or start the process anew (spawn)");
+}
+
 // Gathers what is not there nor on its way.
 void ParameterManager::start(int64_t unit, bool training) {
+  // Not in the caller's modes: nothing in here is part of the program.
+  const at::ThreadLocalStateGuard plain(*plain_state_);
   Unit& started = *units_[unit];
   if (started.state == State::sharded) {
     started.kept = reshard_ == "false" || (reshard_ == "auto" && unit == 0);
@@ -304,12 +318,14 @@ void ParameterManager::end_backward() {
 void ParameterManager::before_step() {
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
+  depth_ = 0; // a forward that was torn down left no notice
   for (int64_t unit = 0; unit < unit_count(); ++unit) {
+    units_[unit]->entered = 0;
     TORCH_CHECK(
-        units_[unit]->held == 0 && units_[unit]->entered == 0,
+        units_[unit]->held == 0,
         "[zero.sharding] unit ",
         units_[unit]->name,
-        " is held whole by zero.gathered(...) or by a forward (rank ",
+        " is held whole by zero.gathered(...) (rank ",
         table_.rank(),
         " of ",
         table_.world_size(),

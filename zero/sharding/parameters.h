@@ -124,6 +124,7 @@ class ParameterManager {
   void release_unless_needed(int64_t unit) noexcept;
   static bool needed(const Unit& unit);
   bool gathers_now(bool backward) const;
+  void check_process() const;
   void fail(int64_t unit, const char* operation, const std::string& cause) noexcept;
   void refuse_write(int64_t unit, const c10::StorageImpl* storage, const char* operation) noexcept;
   std::string message_of(int64_t index) const;

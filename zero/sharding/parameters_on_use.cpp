@@ -4,7 +4,6 @@
 
 #include <unistd.h>
 
-#include <ATen/ThreadLocalState.h>
 #include <c10/core/GradMode.h>
 
 #include <zero/comm/blocking.h>
@@ -23,8 +22,6 @@ void ParameterManager::Unit::before_use(const char* operation) noexcept {
   if (!manager_.gathers_now(backward)) {
     return;
   }
-  // Not in the caller's modes: nothing in here is part of the program.
-  const at::ThreadLocalStateGuard plain(*manager_.plain_state_);
   const comm::BlockingScope blocking;
   const std::lock_guard lock(manager_.mutex_);
   try {

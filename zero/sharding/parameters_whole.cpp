@@ -11,6 +11,7 @@
 namespace zero::sharding {
 
 void ParameterManager::hold(const std::vector<int64_t>& units, bool writable) {
+  check_process();
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
   for (const int64_t unit : units) {
@@ -105,6 +106,7 @@ void ParameterManager::end_load(int64_t index) {
 }
 
 void ParameterManager::restore(int64_t unit) {
+  check_process();
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
   Unit& restored = *units_[unit];

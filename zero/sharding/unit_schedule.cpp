@@ -49,6 +49,21 @@ std::optional<int64_t> UnitSchedule::after(const Position& position) const {
   return std::nullopt;
 }
 
+bool UnitSchedule::last(int64_t root) const {
+  Position position = position_;
+  for (int i = 0; i < 4; ++i) {
+    const auto known = next_.find(position);
+    if (known == next_.end() || (known->second >= 0 && known->second != root)) {
+      return false;
+    }
+    if (known->second < 0) {
+      return true;
+    }
+    position = {position.backward, position.current, known->second};
+  }
+  return false;
+}
+
 std::vector<int64_t> UnitSchedule::ahead(int64_t count) const {
   std::vector<int64_t> units;
   Position position = position_;

@@ -27,6 +27,8 @@ class UnitSchedule {
 
   // Units that are expected next in this pass, at most `count`, without repeats.
   std::vector<int64_t> ahead(int64_t count) const;
+  // Whether the pass is known to end after this use, but for uses of the root.
+  bool last(int64_t root) const;
   // Units by their first use in the last forward.
   const std::vector<int64_t>& forward_order() const {
     return first_uses_;
