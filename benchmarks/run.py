@@ -30,6 +30,7 @@ STRATEGIES = [
     "zero0",
     "zero1",
     "zero2",
+    "zero3",
 ]
 MODELS = {
     "small": {"layers": 6, "dim": 256, "batch": 4, "vocab": 1024},  # 5.3 M parameters

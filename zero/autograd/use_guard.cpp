@@ -41,8 +41,6 @@ class Inputs {
       }
       return;
     }
-    // Observers stay off inside, so that waiting is never observed itself.
-    const at::DisableRecordFunctionGuard unobserved;
     for (const Input& input : found_) {
       input.keeper.on_use->pin();
     }
@@ -91,10 +89,18 @@ class Inputs {
   c10::SmallVector<Input, 4> found_;
 };
 
+// What answers dispatches nothing on the CPU; elsewhere it may, once.
+thread_local bool answering = false;
+
 std::unique_ptr<at::ObserverContext> before_operation(const at::RecordFunction& function) {
+  if (answering) {
+    return nullptr;
+  }
   const Inputs inputs(function);
   if (!inputs.empty()) {
+    answering = true;
     inputs.announce(function);
+    answering = false;
   }
   return nullptr;
 }

@@ -12,8 +12,8 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
@@ -58,12 +58,28 @@ c10::Storage map_storage(int64_t bytes) {
       /*resizable=*/false);
 }
 
-at::Tensor zeros(int64_t numel, const at::TensorOptions& options) {
-  const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
-  if (options.device().is_cpu() && bytes >= kMapped) {
-    return tensor_over(map_storage(bytes), {numel}, {1}, options);
+c10::Storage allocate_storage(int64_t bytes) {
+  c10::Allocator* allocator = c10::GetCPUAllocator();
+  auto data = allocator->allocate(static_cast<size_t>(bytes));
+  if (bytes > 0) {
+    std::memset(data.get(), 0, static_cast<size_t>(bytes));
   }
-  return at::zeros({numel}, options.requires_grad(false));
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      static_cast<size_t>(bytes),
+      std::move(data),
+      allocator,
+      /*resizable=*/true);
+}
+
+// Dispatches nothing on the CPU: the caller may be in any mode.
+at::Tensor zeros(int64_t numel, const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) {
+    return at::zeros({numel}, options.requires_grad(false));
+  }
+  const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  return tensor_over(
+      bytes >= kMapped ? map_storage(bytes) : allocate_storage(bytes), {numel}, {1}, options);
 }
 
 } // namespace
@@ -116,9 +132,9 @@ at::Tensor tensor_over(
 }
 
 at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel) {
-  const at::NoGradGuard no_grad;
-  const c10::InferenceMode normal(false);
-  return at::as_strided(dense.detach(), {numel}, {1}, dense.storage_offset() + begin);
+  at::Tensor view = tensor_over(dense.storage(), {numel}, {1}, dense.options());
+  view.unsafeGetTensorImpl()->set_storage_offset(dense.storage_offset() + begin);
+  return view;
 }
 
 void* element(const at::Tensor& dense, int64_t index) {

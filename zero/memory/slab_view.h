@@ -15,7 +15,7 @@
 namespace zero::memory {
 
 // Who answers for a view when an operation is about to touch it. Called from any
-// thread, with observers off. Failures are left in the view's message, which the
+// thread, in any mode. Failures are left in the view's message, which the
 // operation then raises.
 class OnUse {
  public:

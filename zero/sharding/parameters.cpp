@@ -6,9 +6,6 @@
 #include <limits>
 #include <utility>
 
-#include <ATen/ThreadLocalState.h>
-#include <ATen/core/grad_mode.h>
-
 #include <zero/comm/blocking.h>
 
 namespace zero::sharding {
@@ -16,13 +13,6 @@ namespace {
 
 // A unit that is used again this soon stays.
 constexpr int64_t kNear = 2;
-
-// The state of a thread that is in no mode at all: what a gather runs in.
-std::unique_ptr<at::ThreadLocalState> plain_state() {
-  const c10::InferenceMode normal(false);
-  const at::NoGradGuard no_grad;
-  return std::make_unique<at::ThreadLocalState>();
-}
 
 bool contains(const std::vector<int64_t>& items, int64_t item) {
   return std::find(items.begin(), items.end(), item) != items.end();
@@ -43,7 +33,6 @@ ParameterManager::ParameterManager(
       communicator_(std::move(communicator)),
       pool_(std::move(pool)),
       inside_backward_(std::move(inside_backward)),
-      plain_state_(plain_state()),
       process_(getpid()) {}
 
 ParameterManager::~ParameterManager() {
@@ -190,26 +179,25 @@ void ParameterManager::check_process() const {
 
 // Gathers what is not there nor on its way.
 void ParameterManager::start(int64_t unit, bool training) {
-  // Not in the caller's modes: nothing in here is part of the program.
-  const at::ThreadLocalStateGuard plain(*plain_state_);
   Unit& started = *units_[unit];
   if (started.state == State::sharded) {
     started.kept = reshard_ == "false" || (reshard_ == "auto" && unit == 0);
   }
+  started.state = State::partly;
   for (size_t b = 0; b < started.buckets.size(); ++b) {
     if (started.slabs[b]) {
       continue;
     }
     const int64_t bucket = started.buckets[b];
     const BucketEntry& entry = table_.bucket(bucket);
-    started.slabs[b] = pool_->take(entry.layout.numel, entry.options);
+    memory::Slab slab = pool_->take(entry.layout.numel, entry.options);
     started.works[b] = communicator_->all_gather(
-        started.slabs[b].tensor,
+        slab.tensor,
         entry.values.tensor(),
         {"unit " + started.name + ", " + entry.what, bucket, steps_, training});
+    started.slabs[b] = std::move(slab); // only what is on its way
     live_numel_ += entry.layout.numel;
   }
-  started.state = State::partly;
 }
 
 void ParameterManager::land(int64_t unit) {

@@ -19,10 +19,6 @@
 #include <zero/sharding/parameter_table.h>
 #include <zero/sharding/unit_schedule.h>
 
-namespace at {
-class ThreadLocalState;
-} // namespace at
-
 namespace zero::sharding {
 
 class ParameterManager {
@@ -144,7 +140,6 @@ class ParameterManager {
   std::shared_ptr<comm::Communicator> communicator_;
   std::shared_ptr<memory::SlabPool> pool_;
   std::function<bool()> inside_backward_;
-  const std::unique_ptr<at::ThreadLocalState> plain_state_;
   const int64_t process_; // a forked child must not gather with its parent's peers
 
   mutable std::mutex mutex_;
