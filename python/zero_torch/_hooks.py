@@ -106,9 +106,12 @@ class StateHooks:
     def __init__(self, engine: Callable[[], _C.Engine | None]) -> None:
         self._engine = engine
         self._loading: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+        # The state dict that is being filled, and where each parameter is in it.
+        self._filling: Callable[[], Any] = _nothing
+        self._names: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StateHooks, (_no_engine,)
+        return StateHooks, (_nothing,)
 
     def _own(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
         engine = self._engine()
@@ -120,11 +123,16 @@ class StateHooks:
 
     def make_whole(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         engine = self._engine()
+        if self._filling() is not state:
+            self._filling, self._names = weakref.ref(state), {}
         for key, parameter, index in self._own(module):
             name = prefix + key
             if engine is None or state.get(name) is None or state[name] is parameter:
                 continue  # dropped by the user's own hook, or asked for with keep_vars=True
-            if _keep_whole:
+            tied = self._names.setdefault(index, name)
+            if tied != name and tied in state:
+                state[name] = state[tied]
+            elif _keep_whole:
                 state[name] = engine.full_parameter(index)
             else:
                 engine.join_full_parameter(index)
@@ -149,7 +157,7 @@ class StateHooks:
                 engine.end_load(index)
 
 
-def _no_engine() -> None:
+def _nothing() -> None:
     return None
 
 

@@ -21,7 +21,7 @@ def _message(action: object) -> str:
 
 def _skips_backward(rank: int, world: int) -> list[str]:
     messages = []
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         model = nn.Linear(3, 3)
         opt = zero.ZeroOptimizer(model, stage=stage, lr=0.1, timeout=10.0)
 
@@ -94,7 +94,7 @@ def test_a_late_rank_is_a_timeout_that_names_it() -> None:
 
 def _early_exit(rank: int, world: int) -> None:
     """Rank 0 returns right after its last step while rank 1 is still busy (E105)."""
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         model = nn.Linear(3, 3)
         opt = zero.ZeroOptimizer(model, stage=stage, lr=0.1)
         model(torch.ones(1, 3)).sum().backward()

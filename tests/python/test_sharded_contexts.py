@@ -195,3 +195,23 @@ def test_unwrapping_leaves_no_memory_behind() -> None:
         zero.unwrap(wrapped)
         assert set(zero.report(wrapped).as_dict()["held"].values()) == {0}
         assert torch.equal(wrapped(X), make()(X))
+
+
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_compiled_models_train_like_plain_ones(whole_model: bool) -> None:
+    plain, model = make(), make()
+    opt = zero.ZeroOptimizer(model, "sgd", stage=3, lr=0.1, min_unit_numel=0)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    if whole_model:
+        forward = torch.compile(model, backend="aot_eager")
+    else:
+        forward = model
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    for _ in range(3):
+        for f, o in ((forward, opt), (plain, reference)):
+            f(X).square().sum().backward()
+            o.step()
+            o.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
