@@ -3,7 +3,6 @@
 
 #include "bindings.h"
 
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -17,7 +16,6 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Parameters = std::vector<std::tuple<std::string, at::Tensor, int64_t, int64_t>>;
-using Materialize = std::function<std::vector<at::Tensor>(int64_t)>;
 using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
 
 std::vector<NamedParameter> named(Parameters parameters) {
@@ -36,17 +34,17 @@ std::shared_ptr<Engine> create(
     const Options& options,
     const std::optional<Group>& group,
     std::vector<std::string> unit_names,
-    const std::optional<Materialize>& materialize,
+    const py::object& materialize,
     std::vector<int64_t> order) {
   const Group ranks = group.value_or(Group());
   const auto channels =
       comm::make_communicators(ranks, options.timeout, options.stage == 3 ? 2 : 1);
   Units units{
       .names = std::move(unit_names), .gathers = channels.back(), .order = std::move(order)};
-  if (materialize) {
+  if (!materialize.is_none()) {
     units.materialize = [&materialize](int64_t unit) {
       const py::gil_scoped_acquire acquire;
-      return (*materialize)(unit);
+      return materialize(unit).cast<std::vector<at::Tensor>>();
     };
   }
   return Engine::create(
@@ -105,7 +103,7 @@ void bind_identity(EngineClass& engine) {
           py::arg("options"),
           py::arg("group"),
           py::arg("unit_names") = std::vector<std::string>{""},
-          py::arg("materialize") = std::nullopt,
+          py::arg("materialize") = py::none(),
           py::arg("order") = std::vector<int64_t>{},
           NoGil(),
           "[collective] The engine of `parameters` (name, tensor, group index, unit index), with\n"

@@ -277,7 +277,7 @@ class Engine:
     What carries a model through training; one per model.
     """
     @staticmethod
-    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None, unit_names: collections.abc.Sequence[str] = [''], materialize: collections.abc.Callable[[typing.SupportsInt | typing.SupportsIndex], list[torch.Tensor]] | None = None, order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> Engine:
+    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None, unit_names: collections.abc.Sequence[str] = [''], materialize: typing.Any = None, order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> Engine:
         """
         [collective] The engine of `parameters` (name, tensor, group index, unit index), with
         rank 0's values of them and of `buffers`, over private groups with the members of

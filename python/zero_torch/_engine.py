@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsIndex, SupportsInt
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,8 +91,8 @@ def _create_deferred(
         [name for name, _, _, u in parameters if u == unit] for unit in range(len(found.names))
     ]
 
-    def materialize(unit: SupportsInt | SupportsIndex) -> list[torch.Tensor]:
-        wanted = names[int(unit)]
+    def materialize(unit: int) -> list[torch.Tensor]:
+        wanted = names[unit]
         values = materializer.materialize(wanted)
         return [values[name] for name in wanted]
 

@@ -31,7 +31,7 @@ class Inputs {
     const OperationTraits traits = traits_of(function);
     bool opens = false;
     for (const Input& input : found_) {
-      opens = opens || (input.keeper.closed && traits.reads);
+      opens = opens || input.keeper.closed;
     }
     if (!opens && traits.writes == 0) {
       for (const Input& input : found_) {
@@ -49,6 +49,8 @@ class Inputs {
         input.keeper.on_use->before_write(input.storage, function.name());
       } else if (input.keeper.closed && traits.reads) {
         input.keeper.on_use->before_use(function.name());
+      } else if (input.keeper.closed) {
+        input.keeper.on_use->before_view(function.name());
       }
     }
     for (const Input& input : found_) {

@@ -21,6 +21,10 @@ class OnUse {
  public:
   // A closed view is going to be read.
   virtual void before_use(const char* operation) noexcept = 0;
+  // A closed view is going to be viewed, or asked for its shape.
+  virtual void before_view(const char* operation) noexcept {
+    before_use(operation);
+  }
   // An open view is going to be read: often, so quickly.
   virtual void while_open() noexcept {}
   // A view, closed or open, is going to be written.
