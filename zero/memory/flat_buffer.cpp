@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -139,6 +140,15 @@ at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel) {
 
 void* element(const at::Tensor& dense, int64_t index) {
   return static_cast<char*>(dense.mutable_data_ptr()) + index * dense.itemsize();
+}
+
+void keep_heap_small() {
+#ifdef __GLIBC__
+  if (std::getenv("MALLOC_MMAP_THRESHOLD_") == nullptr &&
+      std::getenv("GLIBC_TUNABLES") == nullptr) {
+    mallopt(M_MMAP_THRESHOLD, 4 << 20);
+  }
+#endif
 }
 
 void return_free_memory() {

@@ -55,6 +55,7 @@ Engine::Impl::Impl(
     parameters = std::make_unique<sharding::ParameterManager>(
         options, table, gathers, pool, &autograd::inside_backward);
     autograd::want_use_guard(true);
+    memory::keep_heap_small();
   } else if (options.stage > 0 && communicator->size() > 1) {
     gather =
         std::make_unique<sharding::ParameterGather>(table, communicator, &autograd::want_use_guard);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <ranges>
 #include <utility>
 
 #include <zero/comm/blocking.h>
@@ -331,8 +332,8 @@ std::vector<int64_t> ParameterManager::backward_order() const {
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> order;
   const std::vector<int64_t>& forward = schedule_.forward_order();
-  for (auto unit = forward.rbegin(); unit != forward.rend(); ++unit) {
-    order.insert(order.end(), units_[*unit]->buckets.begin(), units_[*unit]->buckets.end());
+  for (const int64_t unit : std::ranges::reverse_view(forward)) {
+    order.insert(order.end(), units_[unit]->buckets.begin(), units_[unit]->buckets.end());
   }
   for (int64_t unit = unit_count() - 1; unit >= 0; --unit) {
     if (!contains(forward, unit)) {
