@@ -87,9 +87,9 @@ def _create_deferred(
     group: Any,
     found: Found,
 ) -> _C.Engine:
-    names = [
-        [name for name, _, _, u in parameters if u == unit] for unit in range(len(found.names))
-    ]
+    names: list[list[str]] = [[] for _ in found.names]
+    for name, _, _, index in parameters:
+        names[index].append(name)
 
     def materialize(unit: int) -> list[torch.Tensor]:
         wanted = names[unit]

@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include <ATen/ops/empty.h>
-
 #include <zero/autograd/backward_end.h>
 #include <zero/autograd/use_guard.h>
 #include <zero/optim/gradient_norm.h>
@@ -272,12 +270,8 @@ std::vector<int64_t> Engine::stepping() {
 }
 
 at::Tensor Engine::shard_parameter(int64_t index) {
-  const sharding::ParameterEntry& entry = impl_->checked(index);
-  const layout::Range part = impl_->updated(index);
-  if (!entry.trainable || part.size() == 0) {
-    return at::empty({0}, entry.parameter.tensor.options().requires_grad(false));
-  }
-  return impl_->table.values(entry.slot.bucket, entry.slot.offset + part.begin, part.size());
+  impl_->checked(index);
+  return impl_->values(index, impl_->updated(index));
 }
 
 at::Tensor Engine::shard_gradient(int64_t index) {

@@ -48,11 +48,10 @@ void Engine::Impl::append(
       }
     }
     take_in(by_unit[unit]);
-    if (units.materialize) {
+    if (units.materialize || position + 1 == by_unit.size()) {
       memory::return_free_memory();
     }
   }
-  memory::return_free_memory();
   for (const int64_t index : frozen) {
     const NamedParameter& parameter = table.entry(index).parameter;
     broadcast(parameter.tensor, 0, "parameter '" + parameter.name + "'");

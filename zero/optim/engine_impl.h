@@ -53,7 +53,9 @@ struct Engine::Impl final : autograd::AccumulateListener,
   enum class Part : uint8_t { value, gradient, state, other };
   std::vector<at::Tensor> parts(int64_t index, const at::Tensor& own, Part part);
   at::Tensor unshard(int64_t index, const at::Tensor& own, Part part);
-  at::Tensor own_values(int64_t index) const;
+  // The values of a part that this rank holds, as a view; empty without one.
+  at::Tensor values(int64_t index, layout::Range part) const;
+  std::vector<int64_t> all_indices() const;
   const sharding::ParameterEntry& checked(int64_t index) const;
 
   const Options options;

@@ -34,10 +34,8 @@ at::Tensor as_bytes(const at::Tensor& flat) {
 
 } // namespace
 
-// At stage 3: this rank's part of the values.
-at::Tensor Engine::Impl::own_values(int64_t index) const {
+at::Tensor Engine::Impl::values(int64_t index, layout::Range part) const {
   const sharding::ParameterEntry& entry = table.entry(index);
-  const layout::Range part = owned(index);
   if (part.size() == 0) {
     return at::empty({0}, entry.parameter.tensor.options().requires_grad(false));
   }
@@ -106,13 +104,13 @@ at::Tensor Engine::full_parameter(int64_t index) {
     const at::NoGradGuard no_grad;
     return entry.parameter.tensor.detach().clone();
   }
-  return impl_->unshard(index, impl_->own_values(index), Impl::Part::value);
+  return impl_->unshard(index, impl_->values(index, impl_->owned(index)), Impl::Part::value);
 }
 
 void Engine::join_full_parameter(int64_t index) {
   impl_->settle();
   if (impl_->parameters) {
-    impl_->parts(index, impl_->own_values(index), Impl::Part::value);
+    impl_->parts(index, impl_->values(index, impl_->owned(index)), Impl::Part::value);
   }
 }
 

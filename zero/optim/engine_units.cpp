@@ -5,9 +5,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include <zero/autograd/backward_end.h>
-#include <zero/autograd/use_guard.h>
-
 namespace zero {
 
 // Sorted, each once; empty below stage 3.
@@ -21,6 +18,12 @@ std::vector<int64_t> Engine::Impl::units_of(const std::vector<int64_t>& indices)
   std::sort(units.begin(), units.end());
   units.erase(std::unique(units.begin(), units.end()), units.end());
   return units;
+}
+
+std::vector<int64_t> Engine::Impl::all_indices() const {
+  std::vector<int64_t> all(table.size());
+  std::iota(all.begin(), all.end(), 0);
+  return all;
 }
 
 void Engine::enter_unit(int64_t unit) {
@@ -81,18 +84,14 @@ void Engine::let_go(const std::vector<int64_t>& indices, bool writable) {
 void Engine::unshard_all() {
   wait_parameters();
   if (impl_->parameters && !impl_->unsharded) {
-    std::vector<int64_t> all(impl_->table.size());
-    std::iota(all.begin(), all.end(), 0);
-    impl_->parameters->hold(impl_->units_of(all), false);
+    impl_->parameters->hold(impl_->units_of(impl_->all_indices()), false);
     impl_->unsharded = true;
   }
 }
 
 void Engine::reshard_all() {
   if (impl_->parameters && impl_->unsharded) {
-    std::vector<int64_t> all(impl_->table.size());
-    std::iota(all.begin(), all.end(), 0);
-    impl_->parameters->let_go(impl_->units_of(all), false);
+    impl_->parameters->let_go(impl_->units_of(impl_->all_indices()), false);
     impl_->unsharded = false;
   }
 }

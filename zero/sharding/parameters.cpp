@@ -145,8 +145,6 @@ void ParameterManager::use(int64_t unit, bool backward) {
   const std::vector<int64_t> soon = schedule_.ahead(std::max(prefetch_, kNear));
   if (used.state != State::whole) {
     make_room(unit, soon);
-  }
-  if (used.state != State::whole) {
     start(unit, true);
   }
   for (int64_t i = 0; i < std::min<int64_t>(prefetch_, static_cast<int64_t>(soon.size())); ++i) {
