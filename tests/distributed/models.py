@@ -81,15 +81,44 @@ def train_both(
     world: int,
 ) -> None:
     """One step of SGD, lr 0.1, by both, whose gradients must agree."""
+    want = _step_against(model, opt, loss, plain, rank, world)
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            if want[name] is not None:
+                p -= 0.1 * want[name]
+
+
+def step_both(
+    model: nn.Module,
+    opt: zero.ZeroOptimizer,
+    loss: Callable[[nn.Module, int], torch.Tensor],
+    plain: nn.Module,
+    other: torch.optim.Optimizer,
+    rank: int,
+    world: int,
+) -> None:
+    """One step of both optimizers, whose gradients must agree."""
+    want = _step_against(model, opt, loss, plain, rank, world)
+    for name, p in plain.named_parameters():
+        p.grad = want[name]
+    other.step()
+
+
+def _step_against(
+    model: nn.Module,
+    opt: zero.ZeroOptimizer,
+    loss: Callable[[nn.Module, int], torch.Tensor],
+    plain: nn.Module,
+    rank: int,
+    world: int,
+) -> dict[str, torch.Tensor | None]:
+    """A step of the sharded model; the gradients that it must have had, from one process."""
     want = mean_of_ranks(plain, loss, world)
     loss(model, rank).backward()
     assert_gradients(model, want)
     opt.step()
     opt.zero_grad()
-    with torch.no_grad():
-        for name, p in plain.named_parameters():
-            if want[name] is not None:
-                p -= 0.1 * want[name]
+    return want
 
 
 def make_gpt(seed: int = 0) -> GPT:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Free, assert_close, assert_gradients, mean_of_ranks, weights
+from models import Free, assert_close, assert_gradients, mean_of_ranks, step_both, weights
 from ranks import at_each_stage, run
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -38,14 +38,7 @@ def _train_alike(
     """Three steps of both; then state dicts fit the plain model and its optimizer."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for _ in range(3):
-        want = mean_of_ranks(plain, loss, world)
-        loss(model, rank).backward()
-        assert_gradients(model, want)
-        opt.step()
-        opt.zero_grad()
-        for name, p in plain.named_parameters():
-            p.grad = want[name]
-        other.step()
+        step_both(model, opt, loss, plain, other, rank, world)
     assert_close(weights(model), weights(plain), rtol=1e-5)
     restored = copy.deepcopy(plain)
     restored.load_state_dict(model.state_dict())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, assert_gradients, mean_of_ranks, weights
+from models import assert_close, step_both, weights
 from ranks import at_each_stage, run
 from torch import nn
 
@@ -99,14 +99,7 @@ def _whole_again_and_again(rank: int, world: int, stage: int) -> None:
     other = torch.optim.SGD(plain.parameters(), lr=1.0)
 
     def train() -> None:
-        want = mean_of_ranks(plain, loss_of, world)
-        loss_of(model, rank).backward()
-        assert_gradients(model, want)
-        opt.step()
-        opt.zero_grad()
-        for name, p in plain.named_parameters():
-            p.grad = want[name]
-        other.step()
+        step_both(model, opt, loss_of, plain, other, rank, world)
 
     def whole() -> None:
         with zero.gathered(model):
