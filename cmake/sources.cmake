@@ -11,13 +11,23 @@ set(ZERO_SOURCES
     zero/comm/environment.cpp
     zero/comm/failure_board.cpp
     zero/comm/gloo_group.cpp
-    zero/comm/group_communicator.cpp
+    zero/comm/group_transport.cpp
+    zero/comm/host_channel.cpp
+    zero/comm/host_group.cpp
     zero/comm/host_list.cpp
+    zero/comm/host_memory.cpp
+    zero/comm/host_process.cpp
+    zero/comm/host_segment.cpp
+    zero/comm/host_transport.cpp
     zero/comm/init.cpp
     zero/comm/local_communicator.cpp
     zero/comm/make_communicator.cpp
+    zero/comm/meeting.cpp
     zero/comm/operation_header.cpp
+    zero/comm/operation_queue.cpp
     zero/comm/peer_exchange.cpp
+    zero/comm/queued_communicator.cpp
+    zero/comm/reduce_elements.cpp
     zero/layout/flat_layout.cpp
     zero/layout/units.cpp
     zero/memory/account.cpp

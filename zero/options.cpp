@@ -33,7 +33,6 @@ void check_unbuilt(const Options& options) {
   not_built("reduce_dtype", options.reduce_dtype);
   not_built("output_dtype", options.output_dtype);
   not_built("cast_forward_inputs", options.cast_forward_inputs, !options.cast_forward_inputs);
-  not_built("transport", options.transport, options.transport != "host");
   not_built("on_nonfinite", options.on_nonfinite, options.on_nonfinite == "ignore");
   not_built("sync_buffers", options.sync_buffers, !options.sync_buffers);
   not_built("step_in_backward", options.step_in_backward, !options.step_in_backward);

@@ -38,7 +38,7 @@ std::shared_ptr<Engine> create(
     std::vector<int64_t> order) {
   const Group ranks = group.value_or(Group());
   const auto channels =
-      comm::make_communicators(ranks, options.timeout, options.stage == 3 ? 2 : 1);
+      comm::make_communicators(ranks, options.timeout, options.stage == 3 ? 2 : 1, options.transport);
   Units units{
       .names = std::move(unit_names), .gathers = channels.back(), .order = std::move(order)};
   if (!materialize.is_none()) {

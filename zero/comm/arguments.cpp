@@ -48,8 +48,10 @@ class Checker {
   void reduced_type(const at::Tensor& tensor) const {
     const auto type = tensor.scalar_type();
     TORCH_CHECK_TYPE(
-        type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf,
-        "[zero.comm] expected float32, float64, bfloat16 or float16 to reduce, got ",
+        type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf ||
+            c10::isIntegralType(type, /*includeBool=*/false),
+        "[zero.comm] expected float32, float64, bfloat16, float16 or an integer type to reduce, "
+        "got ",
         type,
         where());
   }
@@ -91,6 +93,13 @@ class Checker {
     TORCH_CHECK_VALUE(
         std::isfinite(reduction.divisor) && reduction.divisor != 0.0,
         "[zero.comm] expected a finite divisor other than 0, got ",
+        reduction.divisor,
+        where());
+    TORCH_CHECK_VALUE(
+        reduction.divisor == 1.0 || c10::isFloatingType(arguments.dtype),
+        "[zero.comm] expected the divisor 1 for a sum of ",
+        arguments.dtype,
+        ", got ",
         reduction.divisor,
         where());
     arguments.divisor = reduction.divisor;
@@ -185,6 +194,16 @@ GatherArguments check_all_gather(
   arguments.whole = static_cast<char*>(output.mutable_data_ptr());
   arguments.shard_bytes = static_cast<int64_t>(input.nbytes());
   check.slice(arguments.shard, arguments.whole, arguments.shard_bytes);
+  return arguments;
+}
+
+GatherArguments gather_of(const ReduceArguments& all_reduce) {
+  GatherArguments arguments;
+  arguments.input = all_reduce.output;
+  arguments.output = all_reduce.output;
+  arguments.shard = all_reduce.shard;
+  arguments.whole = const_cast<char*>(all_reduce.whole); // the same buffer as the output
+  arguments.shard_bytes = all_reduce.shard_bytes();
   return arguments;
 }
 

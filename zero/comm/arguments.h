@@ -44,6 +44,9 @@ struct GatherArguments {
   int64_t shard_bytes = 0;
 };
 
+// The second half of an all-reduce.
+GatherArguments gather_of(const ReduceArguments& all_reduce);
+
 // All throw c10::ValueError or c10::TypeError that names the operation.
 ReduceArguments check_reduce_scatter(
     const Place& place,

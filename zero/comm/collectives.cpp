@@ -10,31 +10,12 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include "csrc/kernels/kernels.h"
+#include <zero/comm/reduce_elements.h>
 
 namespace zero::comm {
 namespace {
 
 constexpr int64_t kWindow = 2; // chunks in flight
-constexpr std::uintptr_t kAlignment = 64;
-
-kernels::Type kernel_type(at::ScalarType dtype) {
-  switch (dtype) {
-  case at::kFloat:
-    return kernels::Type::f32;
-  case at::kDouble:
-    return kernels::Type::f64;
-  case at::kBFloat16:
-    return kernels::Type::bf16;
-  default:
-    TORCH_INTERNAL_ASSERT(dtype == at::kHalf);
-    return kernels::Type::f16;
-  }
-}
-
-bool is_aligned(const void* pointer) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % kAlignment == 0;
-}
 
 // One reduce-scatter: chunk c of every shard, with c's transfers posted kWindow
 // chunks ahead of its reduction.
@@ -128,40 +109,6 @@ Span ReduceScratch::span(int64_t index, int64_t count) {
   }
   auto* data = static_cast<char*>(buffer_.mutable_data_ptr()) + index * kChunkBytes;
   return {buffer_, data, kChunkBytes};
-}
-
-void reduce_elements(
-    const ReduceArguments& arguments,
-    char* out,
-    const std::vector<const void*>& inputs,
-    const char* addend,
-    int64_t count) {
-  const auto bytes = count * arguments.item_size;
-  // Shards of a flat layout are aligned; other callers' need not be.
-  at::Tensor aligned_out;
-  at::Tensor aligned_addend;
-  char* target = out;
-  if (!is_aligned(out)) {
-    aligned_out = at::empty({bytes}, at::kByte);
-    target = static_cast<char*>(aligned_out.mutable_data_ptr());
-  }
-  if (addend != nullptr && !is_aligned(addend)) {
-    aligned_addend = at::empty({bytes}, at::kByte);
-    auto* copy = static_cast<char*>(aligned_addend.mutable_data_ptr());
-    std::memcpy(copy, addend, bytes);
-    addend = copy;
-  }
-  kernels::reduce_ranks(
-      kernel_type(arguments.dtype),
-      target,
-      inputs.data(),
-      static_cast<int64_t>(inputs.size()),
-      addend,
-      arguments.divisor,
-      count);
-  if (target != out) {
-    std::memcpy(out, target, bytes);
-  }
 }
 
 int64_t

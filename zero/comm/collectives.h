@@ -1,7 +1,7 @@
 #pragma once
 
 // The payload phase of each collective over PeerExchange, between its open() and
-// its close(). Runs on the communicator's thread.
+// its close().
 
 #include <cstdint>
 #include <vector>
@@ -24,15 +24,6 @@ class ReduceScratch {
  private:
   at::Tensor buffer_;
 };
-
-// out = addend + (sum over inputs in order) / divisor for `count` elements, with
-// any alignment of `out` and `addend`.
-void reduce_elements(
-    const ReduceArguments& arguments,
-    char* out,
-    const std::vector<const void*>& inputs,
-    const char* addend,
-    int64_t count);
 
 // Each sends (size - 1) shards. Return the bytes that this rank sent.
 int64_t

@@ -1,8 +1,8 @@
 #pragma once
 
 // Who talks. A Communicator carries asynchronous collectives between the ranks
-// of one private group. Every call but rank(), size() and traffic() is
-// collective: all ranks make the same calls in the same order with equal
+// of one private group. Every call but rank(), size(), traffic(), transport(),
+// failed() and abort() is collective: all ranks make the same calls in the same order with equal
 // arguments. Ranks that don't get an error that names both operations.
 
 #include <cstdint>
@@ -82,6 +82,17 @@ class ZERO_API Communicator {
   virtual void barrier(Tag tag) = 0;
 
   virtual Traffic traffic() const = 0;
+  // How bytes travel, for reports: "group (gloo)", "host (process_vm_readv)".
+  virtual std::string transport() const = 0;
+
+  // Whether an operation failed: every later one throws, until recover().
+  virtual bool failed() const = 0;
+  // Not collective. Where the transport can recover: gives up what is in flight, on
+  // every rank, whose operations throw and name this rank and `why`. Else nothing.
+  virtual void abort(const std::string& why) noexcept = 0;
+  // After a failure, before the next operation: starts anew, once all ranks have
+  // come here. False where the transport can't. Throws when a rank is gone.
+  virtual bool recover() = 0;
 };
 
 } // namespace zero::comm

@@ -21,6 +21,7 @@
 
 #include <zero/comm/blocking.h>
 #include <zero/comm/init.h>
+#include <zero/comm/meeting.h>
 #include <zero/comm/milliseconds.h>
 #include <zero/comm/sigpipe.h>
 
@@ -46,63 +47,6 @@ std::vector<std::shared_ptr<gloo::transport::Device>> make_devices() {
   return devices;
 }
 
-std::string key_of(int64_t rank) {
-  return "here/" + std::to_string(rank);
-}
-
-// Gloo's own complaint about a rank that is missing names an address or a key.
-void await_all_ranks(c10d::Store& store, int64_t rank, int64_t size, double timeout_seconds) {
-  std::vector<std::string> keys;
-  for (int64_t peer = 0; peer < size; ++peer) {
-    keys.push_back(key_of(peer));
-  }
-  try {
-    store.set(key_of(rank), std::vector<uint8_t>{1});
-    store.wait(keys, to_milliseconds(timeout_seconds));
-    return;
-  } catch (const std::exception& error) {
-    std::string missing;
-    try {
-      for (int64_t peer = 0; peer < size; ++peer) {
-        if (!store.check({key_of(peer)})) {
-          missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
-        }
-      }
-    } catch (const std::exception&) {
-      missing.clear();
-    }
-    TORCH_CHECK_WITH(
-        DistBackendError,
-        missing.empty(),
-        "[zero.comm] expected ",
-        size,
-        " ranks to meet within ",
-        timeout_seconds,
-        " s, got no sign of rank ",
-        missing,
-        " (rank ",
-        rank,
-        " of ",
-        size,
-        " waited); all ranks must make their group or optimizer at the same point: see whether "
-        "rank ",
-        missing,
-        " failed before it, or raise the timeout");
-    TORCH_CHECK_WITH(
-        DistBackendError,
-        false,
-        "[zero.comm] expected ",
-        size,
-        " ranks to meet at their c10d store, got an error from it "
-        "(rank ",
-        rank,
-        " of ",
-        size,
-        "); see whether the rank that serves the store still runs: ",
-        error.what());
-  }
-}
-
 } // namespace
 
 std::string next_prefix(c10d::Store& store, const std::string& name, int64_t rank) {
@@ -115,7 +59,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     int64_t rank,
     int64_t size,
     double timeout_seconds) {
-  await_all_ranks(*store, rank, size, timeout_seconds);
+  // Gloo's own complaint about a rank that is missing names an address or a key.
+  tell_all(*store, "here", rank, size, "x", timeout_seconds);
   const SigpipeBlock inherited_by_gloo;
   auto options = Gloo::Options::create(to_milliseconds(timeout_seconds));
   options->devices = make_devices();

@@ -43,17 +43,21 @@ ZERO_API c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(
 namespace comm {
 class Communicator;
 
-// Collective over `group` (null: one rank). A communicator over a private group
-// with the same members, so that nothing of ours travels on the user's.
+// Collective over `group` (null: one rank). A communicator over the same ranks that
+// shares nothing with the user's traffic. `transport`: "host", through memory of the
+// one host that all ranks run on; "group", point to point over a private Gloo group
+// with the same members; "auto", the first where it is possible, else the second.
 ZERO_API std::shared_ptr<Communicator> make_communicator(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    double timeout_seconds);
+    double timeout_seconds,
+    const std::string& transport = "auto");
 // Several, each ordered for itself; a failure in one says what other ranks were in,
 // whichever that was.
 ZERO_API std::vector<std::shared_ptr<Communicator>> make_communicators(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     double timeout_seconds,
-    int64_t count);
+    int64_t count,
+    const std::string& transport = "auto");
 } // namespace comm
 
 } // namespace zero

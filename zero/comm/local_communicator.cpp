@@ -8,7 +8,7 @@
 #include <ATen/ops/empty.h>
 
 #include <zero/comm/arguments.h>
-#include <zero/comm/collectives.h>
+#include <zero/comm/reduce_elements.h>
 
 namespace zero::comm {
 namespace {

@@ -23,6 +23,16 @@ class LocalCommunicator final : public Communicator {
   std::vector<at::Tensor> exchange(at::Tensor bytes, Tag tag) override;
   void barrier(Tag tag) override;
   Traffic traffic() const override;
+  std::string transport() const override {
+    return "none (one rank)";
+  }
+  bool failed() const override {
+    return false;
+  }
+  void abort(const std::string& /*why*/) noexcept override {}
+  bool recover() override {
+    return true;
+  }
 
  private:
   // Calls alone: one rank sends nothing.

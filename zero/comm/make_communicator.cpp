@@ -10,57 +10,108 @@
 #include <zero/comm/blocking.h>
 #include <zero/comm/failure_board.h>
 #include <zero/comm/gloo_group.h>
-#include <zero/comm/group_communicator.h>
+#include <zero/comm/group_transport.h>
+#include <zero/comm/host_transport.h>
 #include <zero/comm/local_communicator.h>
 #include <zero/comm/milliseconds.h>
+#include <zero/comm/queued_communicator.h>
 #include <zero/comm/sigpipe.h>
 
 namespace zero::comm {
 
-std::vector<std::shared_ptr<Communicator>> make_communicators(
+namespace {
+
+using Communicators = std::vector<std::shared_ptr<Communicator>>;
+using Store = c10::intrusive_ptr<c10d::Store>;
+
+c10::intrusive_ptr<c10d::Store> new_store(const Store& store, int64_t rank) {
+  return c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
+}
+
+Communicators over_host(const std::shared_ptr<HostGroup>& host, double timeout_seconds) {
+  Communicators communicators;
+  for (int64_t channel = 0; channel < host->channels(); ++channel) {
+    communicators.push_back(
+        std::make_shared<QueuedCommunicator>(
+            std::make_unique<HostTransport>(host, channel, timeout_seconds)));
+  }
+  return communicators;
+}
+
+Communicators
+over_group(const Store& store, const Place& place, double timeout_seconds, int64_t count) {
+  const SigpipeBlock no_sigpipe;
+  Communicators communicators;
+  std::shared_ptr<FailureBoard> board;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto own_store = new_store(store, place.rank);
+    if (count > 1 && !board) {
+      board = std::make_shared<FailureBoard>(own_store, place.rank, place.size);
+    }
+    auto backend = make_gloo_backend(own_store, place.rank, place.size, timeout_seconds);
+    communicators.push_back(
+        std::make_shared<QueuedCommunicator>(std::make_unique<GroupTransport>(
+            std::make_unique<PeerExchange>(std::move(backend), timeout_seconds), board)));
+  }
+  return communicators;
+}
+
+} // namespace
+
+Communicators make_communicators(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     double timeout_seconds,
-    int64_t count) {
+    int64_t count,
+    const std::string& transport) {
   to_milliseconds(timeout_seconds); // refuses what is no timeout, at one rank too
-  std::vector<std::shared_ptr<Communicator>> communicators;
+  TORCH_CHECK_VALUE(
+      transport == "auto" || transport == "host" || transport == "group",
+      "[zero.comm] expected transport auto, host or group, got ",
+      transport);
   if (!group || group->getSize() == 1) {
+    Communicators communicators;
     for (int64_t i = 0; i < count; ++i) {
       communicators.push_back(std::make_shared<LocalCommunicator>());
     }
     return communicators;
   }
-  const int64_t rank = group->getRank();
-  const int64_t size = group->getSize();
+  const Place place{group->getRank(), group->getSize()};
   const auto store = group->getStore();
   TORCH_CHECK_VALUE(
       store,
       "[zero.comm] expected a process group with a c10d::Store, got one without (rank ",
-      rank,
+      place.rank,
       " of ",
-      size,
+      place.size,
       "); make it with zero::init(), zero::make_gloo_group() or "
       "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
   const BlockingScope scope;
-  const SigpipeBlock no_sigpipe;
-  std::shared_ptr<FailureBoard> board;
-  for (int64_t i = 0; i < count; ++i) {
-    auto own_store =
-        c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
-    if (count > 1 && !board) {
-      board = std::make_shared<FailureBoard>(own_store, rank, size);
+  if (transport != "group") {
+    std::string why_not;
+    const auto host = HostGroup::connect(
+        *new_store(store, place.rank), place.rank, place.size, count, timeout_seconds, &why_not);
+    if (host) {
+      return over_host(host, timeout_seconds);
     }
-    auto backend = make_gloo_backend(own_store, rank, size, timeout_seconds);
-    communicators.push_back(
-        std::make_shared<GroupCommunicator>(
-            std::make_unique<PeerExchange>(std::move(backend), timeout_seconds), board));
+    TORCH_CHECK_WITH(
+        DistBackendError,
+        transport == "auto",
+        "[zero.comm] expected all ranks on one host for transport=\"host\": ",
+        why_not,
+        " (rank ",
+        place.rank,
+        " of ",
+        place.size,
+        "); use transport=\"group\" or \"auto\"");
   }
-  return communicators;
+  return over_group(store, place, timeout_seconds, count);
 }
 
 std::shared_ptr<Communicator> make_communicator(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    double timeout_seconds) {
-  return make_communicators(group, timeout_seconds, 1).front();
+    double timeout_seconds,
+    const std::string& transport) {
+  return make_communicators(group, timeout_seconds, 1, transport).front();
 }
 
 } // namespace zero::comm

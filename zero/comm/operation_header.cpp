@@ -109,6 +109,10 @@ bool same_operation(const OperationHeader& left, const OperationHeader& right) {
       (sizes_may_differ || left.bytes == right.bytes);
 }
 
+std::string describe(const OperationHeader& header) {
+  return describe(header, header);
+}
+
 std::string describe(Kind kind, const Tag& tag) {
   return describe(kind, tag.what, tag.step);
 }

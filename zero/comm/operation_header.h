@@ -51,6 +51,7 @@ bool same_operation(const OperationHeader& left, const OperationHeader& right);
 
 // "reduce_scatter of bucket 2 (blocks.3.up.weight ...) at step 7"
 std::string describe(Kind kind, const Tag& tag);
+std::string describe(const OperationHeader& header);
 
 // The complaint that ranks `left` and `right` are in different operations.
 std::string describe_mismatch(

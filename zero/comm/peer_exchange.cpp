@@ -13,6 +13,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <zero/comm/error_text.h>
 #include <zero/comm/milliseconds.h>
 
 namespace zero::comm {
@@ -39,19 +40,10 @@ constexpr std::chrono::milliseconds kFarewellTime{500};
 constexpr std::chrono::milliseconds kLastWordsTime{100};
 constexpr std::string_view kPrefix = "[zero.comm] ";
 
-// What peers are told goes into their errors, which have a prefix of their own.
-std::string_view without_prefix(std::string_view text) {
-  return text.substr(0, kPrefix.size()) == kPrefix ? text.substr(kPrefix.size()) : text;
-}
-
 OperationHeader header_at(const char* data) {
   OperationHeader header;
   std::memcpy(static_cast<void*>(&header), data, sizeof(header));
   return header;
-}
-
-std::string first_line(std::string_view text) {
-  return std::string(text.substr(0, text.find('\n')));
 }
 
 } // namespace

@@ -54,7 +54,7 @@ void Sharder::add(torch::nn::Module& module, const std::string& prefix, bool roo
     return;
   }
   const auto group = group_ ? group_ : init(options_.timeout);
-  const auto channels = comm::make_communicators(group, options_.timeout, 2);
+  const auto channels = comm::make_communicators(group, options_.timeout, 2, options_.transport);
   Units units{.gathers = channels.back()};
   units.names.insert(units.names.end(), names.begin(), names.end());
   engine_ =

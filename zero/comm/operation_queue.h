@@ -1,0 +1,73 @@
+#pragma once
+
+// The operations of one communicator, in the order of their calls. One at a time
+// runs, on whichever thread drives: a worker that sleeps when there is none, or a
+// thread that waits for one and finds nobody driving, which saves it two wake-ups.
+// After a failure operations fail with the first error, until recover().
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include <zero/comm/communicator.h>
+#include <zero/comm/transport.h>
+
+namespace zero::comm {
+
+class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
+ public:
+  // Runs an operation; returns the bytes that this rank sent.
+  using Run = std::function<int64_t(Transport&, const Opening&)>;
+
+  explicit OperationQueue(std::unique_ptr<Transport> transport);
+
+  // `wake`: the worker may run it; else the caller is about to wait for it.
+  WorkPtr submit(Opening opening, bool training, Run run, bool wake = true);
+
+  // The worker's loop, until stop() and the queue is empty.
+  void work();
+  // Gives operations in flight a moment, then makes them fail.
+  void stop();
+
+  const Transport& transport() const {
+    return *transport_;
+  }
+  bool failed() const;
+  // Nothing that was submitted until now will succeed.
+  void abort(const std::string& why) noexcept;
+  bool recover();
+  Traffic traffic() const;
+
+ private:
+  class Operation;
+  using OperationPtr = std::shared_ptr<Operation>;
+  using Lock = std::unique_lock<std::mutex>;
+
+  void wait_for(const Operation& operation);
+  bool may_drive() const {
+    return !driven_ && !queue_.empty();
+  }
+  void run_next(Lock& lock);
+  void run(Operation& operation);
+  void fail(Operation& operation, std::exception_ptr error) noexcept;
+  std::string give_up(std::string why) noexcept;
+  void count(Kind kind, int64_t bytes);
+
+  const std::unique_ptr<Transport> transport_; // the driver's
+
+  mutable std::mutex mutex_; // guards the rest
+  std::condition_variable work_left_; // for the worker
+  std::condition_variable changed_; // for those that wait
+  std::deque<OperationPtr> queue_;
+  bool driven_ = false; // some thread is in run()
+  bool stopping_ = false;
+  bool working_ = false;
+  std::string failure_; // the first error; empty: none
+  Traffic traffic_;
+};
+
+} // namespace zero::comm

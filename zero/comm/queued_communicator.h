@@ -1,0 +1,50 @@
+#pragma once
+
+// A Communicator over a Transport: calls check their arguments, queue an operation
+// and return. Holds the queue and the thread that works on it.
+
+#include <memory>
+#include <string>
+#include <thread>
+
+#include <zero/comm/communicator.h>
+#include <zero/comm/operation_queue.h>
+
+namespace zero::comm {
+
+class QueuedCommunicator final : public Communicator {
+ public:
+  explicit QueuedCommunicator(std::unique_ptr<Transport> transport);
+  // Not collective. Gives operations in flight a moment, then abandons them.
+  ~QueuedCommunicator() override;
+
+  int64_t rank() const override {
+    return place_.rank;
+  }
+  int64_t size() const override {
+    return place_.size;
+  }
+  WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, Reduction reduction, Tag tag)
+      override;
+  WorkPtr all_gather(at::Tensor output, at::Tensor input, Tag tag) override;
+  WorkPtr all_reduce(at::Tensor tensor, Reduction reduction, Tag tag) override;
+  WorkPtr broadcast(at::Tensor tensor, int64_t root, Tag tag) override;
+  std::vector<at::Tensor> exchange(at::Tensor bytes, Tag tag) override;
+  void barrier(Tag tag) override;
+  Traffic traffic() const override;
+  std::string transport() const override;
+  bool failed() const override;
+  void abort(const std::string& why) noexcept override;
+  bool recover() override;
+
+ private:
+  WorkPtr
+  submit(const OperationHeader& header, const Tag& tag, OperationQueue::Run run, bool wake = true);
+
+  const Place place_;
+  const int64_t process_; // in a forked child there is no worker
+  const std::shared_ptr<OperationQueue> queue_;
+  std::thread worker_;
+};
+
+} // namespace zero::comm
