@@ -38,6 +38,7 @@ set(ZERO_SOURCES
     zero/optim/engine.cpp
     zero/optim/engine_build.cpp
     zero/optim/engine_inspect.cpp
+    zero/optim/engine_recovery.cpp
     zero/optim/engine_report.cpp
     zero/optim/engine_units.cpp
     zero/optim/gradient_norm.cpp
@@ -76,6 +77,9 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_comm.cpp
     tests/cpp/test_comm_faults.cpp
     tests/cpp/test_engine.cpp
+    tests/cpp/test_host.cpp
+    tests/cpp/test_host_recovery.cpp
+    tests/cpp/test_host_processes.cpp
     tests/cpp/test_kernels.cpp
     tests/cpp/test_launch_environment.cpp
     tests/cpp/test_layout.cpp

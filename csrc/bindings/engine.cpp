@@ -37,8 +37,8 @@ std::shared_ptr<Engine> create(
     const py::object& materialize,
     std::vector<int64_t> order) {
   const Group ranks = group.value_or(Group());
-  const auto channels =
-      comm::make_communicators(ranks, options.timeout, options.stage == 3 ? 2 : 1, options.transport);
+  const auto channels = comm::make_communicators(
+      ranks, options.timeout, options.stage == 3 ? 2 : 1, options.transport);
   Units units{
       .names = std::move(unit_names), .gathers = channels.back(), .order = std::move(order)};
   if (!materialize.is_none()) {

@@ -15,13 +15,29 @@ struct UnitHook {
   int64_t unit = 0;
   bool enters = true;
 
-  void call(const py::Args<py::object>& /*arguments*/) const {
+  void call(const py::Args<py::object>& arguments) const {
+    const bool failed = !enters && unit == 0 && left_by_exception(arguments);
     const py::gil_scoped_release release;
     if (enters) {
       engine->enter_unit(unit);
     } else {
       engine->leave_unit(unit);
     }
+    if (failed) {
+      engine->abandon_forward();
+    }
+  }
+
+  // torch calls hooks without an output then, and while it handles the exception.
+  static bool left_by_exception(const py::Args<py::object>& arguments) {
+    if (arguments.size() < 3 || !arguments[2].is_none()) {
+      return false;
+    }
+    py::object type;
+    py::object value;
+    py::object traceback;
+    PyErr_GetExcInfo(&type.ptr(), &value.ptr(), &traceback.ptr());
+    return value && !value.is_none();
   }
 };
 

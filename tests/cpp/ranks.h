@@ -62,16 +62,15 @@ inline void check_contains(const std::string& text, const std::vector<std::strin
   TORCH_CHECK(complaint.empty(), complaint);
 }
 
-// Runs `body` on `size` ranks and joins them. Throws the exception that came
+// Runs `body` on `size` threads and joins them. Throws the exception that came
 // first (the others' are often its consequences), with its rank.
-inline void run_ranks(int64_t size, const RankBody& body, double timeout_seconds = 60.0) {
-  auto store = c10::make_intrusive<c10d::HashStore>();
+template <typename Body>
+void run_threads(int64_t size, const Body& body) {
   std::mutex mutex;
   std::string first_error;
   const auto run = [&](int64_t rank) {
     try {
-      const auto group = zero::make_gloo_group(store, rank, size, timeout_seconds);
-      body(rank, group);
+      body(rank);
     } catch (...) {
       const auto text = message_of(std::current_exception());
       const std::lock_guard lock(mutex);
@@ -90,6 +89,24 @@ inline void run_ranks(int64_t size, const RankBody& body, double timeout_seconds
   if (!first_error.empty()) {
     throw std::runtime_error(first_error);
   }
+}
+
+inline void run_ranks(int64_t size, const RankBody& body, double timeout_seconds = 60.0) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  run_threads(size, [&](int64_t rank) {
+    body(rank, zero::make_gloo_group(store, rank, size, timeout_seconds));
+  });
+}
+
+// A group that has a store and no backend: enough for ranks of one host.
+inline Group store_group(const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size) {
+  return c10::make_intrusive<c10d::ProcessGroup>(
+      store, static_cast<int>(rank), static_cast<int>(size));
+}
+
+inline void run_host_ranks(int64_t size, const RankBody& body) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  run_threads(size, [&](int64_t rank) { body(rank, store_group(store, rank, size)); });
 }
 
 } // namespace zero::test

@@ -2,6 +2,7 @@
 
 #include "catch.h"
 #include "ranks.h"
+#include "transports.h"
 
 #include <atomic>
 #include <cstring>
@@ -17,6 +18,7 @@ using zero::test::check_contains;
 using zero::test::contains_all;
 using zero::test::error_of;
 using zero::test::Group;
+using zero::test::make_communicator_over;
 using zero::test::run_ranks;
 
 namespace {
@@ -139,9 +141,10 @@ void check_collectives(Communicator& comm, const Case& c) {
 } // namespace
 
 TEST_CASE("collectives are right to the bit at every size, dtype and aliasing") {
+  const std::string transport = EACH_TRANSPORT;
   const int64_t size = GENERATE(1, 2, 3, 4);
   run_ranks(size, [&](int64_t, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+    auto comm = make_communicator_over(transport, group, 60.0);
     for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
       for (const int64_t shard : {0, 1, 37, 1024}) {
         for (int flags = 0; flags < 8; ++flags) {
@@ -154,17 +157,19 @@ TEST_CASE("collectives are right to the bit at every size, dtype and aliasing") 
 }
 
 TEST_CASE("shards of several chunks, with a last one that is short") {
+  const std::string transport = EACH_TRANSPORT;
   const int64_t size = GENERATE(2, 3);
   run_ranks(size, [&](int64_t, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+    auto comm = make_communicator_over(transport, group, 60.0);
     check_collectives(*comm, {size, 3 * (1 << 18) + 21, at::kFloat, true, true, false});
     check_collectives(*comm, {size, (1 << 20) + 4, at::kBFloat16, true, false, true});
   });
 }
 
 TEST_CASE("all_gather and broadcast move any dtype") {
-  run_ranks(2, [](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+  const std::string transport = EACH_TRANSPORT;
+  run_ranks(2, [&](int64_t rank, const Group& group) {
+    auto comm = make_communicator_over(transport, group, 60.0);
     for (const auto type : {at::kByte, at::kLong, at::kBool, at::kComplexFloat}) {
       const auto own = at::full({5}, rank, at::TensorOptions(type));
       auto all = at::empty({2, 5}, type);
@@ -194,9 +199,10 @@ TEST_CASE("a null group and a group of one rank need no peers") {
 }
 
 TEST_CASE("traffic is counted to the byte, and only that of training") {
+  const std::string transport = EACH_TRANSPORT;
   const int64_t size = GENERATE(1, 2, 3, 4);
   run_ranks(size, [&](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+    auto comm = make_communicator_over(transport, group, 60.0);
     constexpr int64_t shard = 33;
     auto whole = at::zeros({size * shard}, at::kBFloat16);
     auto part = at::zeros({shard}, at::kBFloat16);
@@ -224,9 +230,10 @@ TEST_CASE("traffic is counted to the byte, and only that of training") {
 }
 
 TEST_CASE("exchange brings every rank's bytes, of any length") {
+  const std::string transport = EACH_TRANSPORT;
   const int64_t size = GENERATE(1, 2, 3, 4);
   run_ranks(size, [&](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+    auto comm = make_communicator_over(transport, group, 60.0);
     const std::vector<int64_t> lengths{0, 1, 95, 96, 97, 256, 1 << 20};
     for (std::size_t round = 0; round < lengths.size(); ++round) {
       const auto length_of = [&](int64_t r) { return lengths[(round + r) % lengths.size()]; };
@@ -243,8 +250,9 @@ TEST_CASE("exchange brings every rank's bytes, of any length") {
 }
 
 TEST_CASE("operations run in the order of their calls and overlap their caller") {
-  run_ranks(3, [](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+  const std::string transport = EACH_TRANSPORT;
+  run_ranks(3, [&](int64_t rank, const Group& group) {
+    auto comm = make_communicator_over(transport, group, 60.0);
     std::vector<at::Tensor> wholes;
     std::vector<WorkPtr> works;
     for (int64_t i = 0; i < 40; ++i) {
@@ -265,8 +273,9 @@ TEST_CASE("operations run in the order of their calls and overlap their caller")
 }
 
 TEST_CASE("buffers are released when wait() returns") {
-  run_ranks(2, [](int64_t, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+  const std::string transport = EACH_TRANSPORT;
+  run_ranks(2, [&](int64_t, const Group& group) {
+    auto comm = make_communicator_over(transport, group, 60.0);
     auto whole = at::zeros({2 * 400000});
     auto part = at::zeros({400000});
     auto first = comm->reduce_scatter(part, whole, {}, {});
@@ -279,9 +288,10 @@ TEST_CASE("buffers are released when wait() returns") {
 }
 
 TEST_CASE("several communicators over one group don't mix, nor with the user's traffic") {
-  run_ranks(3, [](int64_t rank, const Group& group) {
-    auto first = make_communicator(group, 60.0);
-    auto second = make_communicator(group, 60.0);
+  const std::string transport = EACH_TRANSPORT;
+  run_ranks(3, [&](int64_t rank, const Group& group) {
+    auto first = make_communicator_over(transport, group, 60.0);
+    auto second = make_communicator_over(transport, group, 60.0);
     auto a = at::full({3}, static_cast<double>(rank));
     auto b = at::full({3}, 10.0 * static_cast<double>(rank));
     std::vector<at::Tensor> mine{at::full({4}, static_cast<double>(rank))};
@@ -296,15 +306,16 @@ TEST_CASE("several communicators over one group don't mix, nor with the user's t
     TORCH_CHECK(at::equal(a, at::full({3}, 3.0)) && at::equal(b, at::full({3}, 30.0)));
     TORCH_CHECK(at::equal(mine[0], at::full({4}, 3.0)));
     first.reset();
-    auto third = make_communicator(group, 60.0);
+    auto third = make_communicator_over(transport, group, 60.0);
     third->barrier({});
     second->barrier({});
   });
 }
 
 TEST_CASE("wrong arguments are refused before anything is sent") {
-  run_ranks(2, [](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+  const std::string transport = EACH_TRANSPORT;
+  run_ranks(2, [&](int64_t rank, const Group& group) {
+    auto comm = make_communicator_over(transport, group, 60.0);
     auto whole = at::zeros({8});
     auto part = at::zeros({4});
     const auto refuses = [](auto&& call, const std::string& part_of_text) {
@@ -352,6 +363,7 @@ TEST_CASE("a group without a store is refused with the remedy") {
 }
 
 TEST_CASE("hooks run around every wait that blocks") {
+  const std::string transport = EACH_TRANSPORT;
   static std::atomic<int> released{0};
   static std::atomic<int> reacquired{0};
   set_blocking_hooks(
@@ -360,8 +372,8 @@ TEST_CASE("hooks run around every wait that blocks") {
         return &released;
       },
       [](void* state) { reacquired += state == &released ? 1 : 1000; });
-  run_ranks(2, [](int64_t, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+  run_ranks(2, [&](int64_t, const Group& group) {
+    auto comm = make_communicator_over(transport, group, 60.0);
     comm->barrier({});
   });
   set_blocking_hooks(nullptr, nullptr);

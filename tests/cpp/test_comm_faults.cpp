@@ -2,6 +2,7 @@
 
 #include "catch.h"
 #include "ranks.h"
+#include "transports.h"
 
 #include <atomic>
 #include <chrono>
@@ -16,6 +17,7 @@ using zero::test::check_contains;
 using zero::test::contains_all;
 using zero::test::error_of;
 using zero::test::Group;
+using zero::test::make_communicator_over;
 using zero::test::run_ranks;
 
 namespace {
@@ -29,13 +31,14 @@ double seconds_since(Clock::time_point start) {
 } // namespace
 
 TEST_CASE("ranks in different operations get an error that names both, every one") {
+  const std::string transport = EACH_TRANSPORT;
   const int64_t size = GENERATE(2, 3);
   const int which = GENERATE(0, 1, 2, 3, 4);
   std::vector<std::string> errors(size);
   std::vector<std::string> later(size);
   const auto start = Clock::now();
   run_ranks(size, [&](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 30.0);
+    auto comm = make_communicator_over(transport, group, 30.0);
     const bool odd = rank == 1;
     auto whole = at::zeros({size * 8});
     auto part = at::zeros({8});
@@ -81,10 +84,11 @@ TEST_CASE("ranks in different operations get an error that names both, every one
 }
 
 TEST_CASE("a rank that doesn't come is named within the timeout") {
+  const std::string transport = EACH_TRANSPORT;
   std::vector<std::string> errors(3);
   std::atomic<int> waiting{2};
   run_ranks(3, [&](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 1.0);
+    auto comm = make_communicator_over(transport, group, 1.0);
     comm->barrier({});
     if (rank == 1) {
       while (waiting > 0) {
@@ -114,11 +118,12 @@ TEST_CASE("a rank that doesn't come is named within the timeout") {
 }
 
 TEST_CASE("a rank that leaves is named, in a type that callers of c10d know") {
+  const std::string transport = EACH_TRANSPORT;
   const int64_t size = GENERATE(2, 3);
   std::signal(SIGPIPE, SIG_DFL); // as in a C++ program; not every write finds a reader here
   std::vector<std::string> errors(size);
   run_ranks(size, [&](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 30.0);
+    auto comm = make_communicator_over(transport, group, 30.0);
     auto whole = at::zeros({size * 8});
     comm->all_reduce(whole, {}, {})->wait();
     if (rank == 1) {
@@ -146,9 +151,10 @@ TEST_CASE("a rank that leaves is named, in a type that callers of c10d know") {
 }
 
 TEST_CASE("destruction doesn't hang on operations that nobody joins") {
+  const std::string transport = EACH_TRANSPORT;
   std::atomic<bool> closed{false};
   run_ranks(2, [&](int64_t rank, const Group& group) {
-    auto comm = make_communicator(group, 60.0);
+    auto comm = make_communicator_over(transport, group, 60.0);
     comm->barrier({});
     if (rank == 1) {
       while (!closed) {
@@ -170,10 +176,11 @@ TEST_CASE("destruction doesn't hang on operations that nobody joins") {
 }
 
 TEST_CASE("an idle communicator closes at once, whatever the peers do") {
+  const std::string transport = EACH_TRANSPORT;
   const auto start = Clock::now();
-  run_ranks(4, [](int64_t, const Group& group) {
+  run_ranks(4, [&](int64_t, const Group& group) {
     for (int i = 0; i < 5; ++i) {
-      auto comm = make_communicator(group, 60.0);
+      auto comm = make_communicator_over(transport, group, 60.0);
       auto x = at::ones({4});
       comm->all_reduce(x, {}, {})->wait();
       comm->barrier({});

@@ -1,9 +1,9 @@
 #pragma once
 
 // Who talks. A Communicator carries asynchronous collectives between the ranks
-// of one private group. Every call but rank(), size(), traffic(), transport(),
-// failed() and abort() is collective: all ranks make the same calls in the same order with equal
-// arguments. Ranks that don't get an error that names both operations.
+// of one private group. Every call but those that say otherwise is collective: all ranks make the
+// same calls in the same order with equal arguments. Ranks that don't get an error that names both
+// operations.
 
 #include <cstdint>
 #include <memory>
@@ -43,6 +43,8 @@ class ZERO_API Work {
   // Blocks until done; throws what the operation threw (again at each call).
   virtual void wait() = 0;
   virtual bool done() const = 0;
+  // Blocks until done, whatever came of it: whether it succeeded.
+  virtual bool settle() noexcept = 0;
 };
 using WorkPtr = std::shared_ptr<Work>;
 
@@ -85,14 +87,17 @@ class ZERO_API Communicator {
   // How bytes travel, for reports: "group (gloo)", "host (process_vm_readv)".
   virtual std::string transport() const = 0;
 
-  // Whether an operation failed: every later one throws, until recover().
-  virtual bool failed() const = 0;
-  // Not collective. Where the transport can recover: gives up what is in flight, on
-  // every rank, whose operations throw and name this rank and `why`. Else nothing.
-  virtual void abort(const std::string& why) noexcept = 0;
-  // After a failure, before the next operation: starts anew, once all ranks have
-  // come here. False where the transport can't. Throws when a rank is gone.
-  virtual bool recover() = 0;
+  // After a failure every operation throws. On some transports ranks can start anew:
+  // whether that is so, and a caller has been told of the failure by an exception.
+  virtual bool recoverable() const {
+    return false;
+  }
+  // Gives up what is in flight, on every rank: operations throw there and name this
+  // rank and `why`. Not collective. Where ranks can't start anew, does nothing.
+  virtual void abort(const std::string& /*why*/) noexcept {}
+  // [collective, where recoverable()] Starts anew once all ranks have come here.
+  // Throws c10::DistBackendError when one is gone or doesn't come.
+  virtual void recover() {}
 };
 
 } // namespace zero::comm

@@ -19,6 +19,9 @@ class DoneWork final : public Work {
   bool done() const override {
     return true;
   }
+  bool settle() noexcept override {
+    return true;
+  }
 };
 
 WorkPtr done() {

@@ -26,13 +26,6 @@ class LocalCommunicator final : public Communicator {
   std::string transport() const override {
     return "none (one rank)";
   }
-  bool failed() const override {
-    return false;
-  }
-  void abort(const std::string& /*why*/) noexcept override {}
-  bool recover() override {
-    return true;
-  }
 
  private:
   // Calls alone: one rank sends nothing.

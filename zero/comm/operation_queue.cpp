@@ -37,13 +37,18 @@ class OperationQueue::Operation final : public Work {
         queue_(std::move(queue)) {}
 
   void wait() override {
+    if (!settle()) {
+      queue_->told_.store(true);
+      std::rethrow_exception(error_);
+    }
+  }
+
+  bool settle() noexcept override {
     if (!done()) {
       const BlockingScope scope;
       queue_->wait_for(*this);
     }
-    if (error_) {
-      std::rethrow_exception(error_);
-    }
+    return error_ == nullptr;
   }
 
   bool done() const override {
@@ -74,7 +79,10 @@ WorkPtr OperationQueue::submit(Opening opening, bool training, Run run, bool wak
   auto operation =
       std::make_shared<Operation>(shared_from_this(), std::move(opening), training, std::move(run));
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK_WITH(DistBackendError, failure_.empty(), after_failure(failure_));
+  if (!failure_.empty()) {
+    told_.store(true);
+    TORCH_CHECK_WITH(DistBackendError, false, after_failure(failure_));
+  }
   queue_.push_back(operation);
   if (wake && !driven_) {
     work_left_.notify_one();
@@ -188,23 +196,24 @@ void OperationQueue::abort(const std::string& why) noexcept {
       return;
     }
     failure_ = why;
+    told_.store(true);
   }
   transport_->give_up(why);
 }
 
-bool OperationQueue::recover() {
+void OperationQueue::recover() {
   if (!transport_->recovers()) {
-    return !failed();
+    return;
   }
   const BlockingScope scope;
   Lock lock(mutex_);
-  if (failure_.empty() && !transport_->broken()) {
-    return true;
-  }
   if (failure_.empty()) {
+    if (!transport_->broken()) {
+      return;
+    }
     failure_ = "[zero.comm] another rank gave up";
   }
-  while (driven_ || !queue_.empty()) {
+  while (driven_ || !queue_.empty()) { // what is left fails at once
     if (may_drive()) {
       run_next(lock);
     } else {
@@ -226,7 +235,7 @@ bool OperationQueue::recover() {
     std::rethrow_exception(error);
   }
   failure_.clear();
-  return true;
+  told_.store(false);
 }
 
 void OperationQueue::count(Kind kind, int64_t bytes) {

@@ -5,6 +5,7 @@
 // thread that waits for one and finds nobody driving, which saves it two wake-ups.
 // After a failure operations fail with the first error, until recover().
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -36,10 +37,13 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   const Transport& transport() const {
     return *transport_;
   }
-  bool failed() const;
+  // It failed, a caller was told, and the transport can start anew.
+  bool recoverable() const {
+    return told_.load(std::memory_order_relaxed) && transport_->recovers();
+  }
   // Nothing that was submitted until now will succeed.
   void abort(const std::string& why) noexcept;
-  bool recover();
+  void recover();
   Traffic traffic() const;
 
  private:
@@ -55,9 +59,11 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   void run(Operation& operation);
   void fail(Operation& operation, std::exception_ptr error) noexcept;
   std::string give_up(std::string why) noexcept;
+  bool failed() const;
   void count(Kind kind, int64_t bytes);
 
   const std::unique_ptr<Transport> transport_; // the driver's
+  std::atomic<bool> told_ = false; // somebody got the failure as an exception
 
   mutable std::mutex mutex_; // guards the rest
   std::condition_variable work_left_; // for the worker

@@ -145,16 +145,16 @@ std::string QueuedCommunicator::transport() const {
   return queue_->transport().describe();
 }
 
-bool QueuedCommunicator::failed() const {
-  return queue_->failed();
+bool QueuedCommunicator::recoverable() const {
+  return queue_->recoverable();
 }
 
 void QueuedCommunicator::abort(const std::string& why) noexcept {
   queue_->abort("[zero.comm] " + why);
 }
 
-bool QueuedCommunicator::recover() {
-  return queue_->recover();
+void QueuedCommunicator::recover() {
+  queue_->recover();
 }
 
 } // namespace zero::comm

@@ -33,9 +33,9 @@ class QueuedCommunicator final : public Communicator {
   void barrier(Tag tag) override;
   Traffic traffic() const override;
   std::string transport() const override;
-  bool failed() const override;
+  bool recoverable() const override;
   void abort(const std::string& why) noexcept override;
-  bool recover() override;
+  void recover() override;
 
  private:
   WorkPtr

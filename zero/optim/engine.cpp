@@ -51,12 +51,12 @@ Engine::Impl::Impl(
         gathers != communicator || communicator->size() == 1,
         "[zero.optim] expected a second communicator for the gathers of stage 3, got none");
     parameters = std::make_unique<sharding::ParameterManager>(
-        options, table, gathers, pool, &autograd::inside_backward);
+        options, table, gathers, pool, &autograd::inside_backward, [this] { recover_if_failed(); });
     autograd::want_use_guard(true);
     memory::keep_heap_small();
   } else if (options.stage > 0 && communicator->size() > 1) {
-    gather =
-        std::make_unique<sharding::ParameterGather>(table, communicator, &autograd::want_use_guard);
+    gather = std::make_unique<sharding::ParameterGather>(
+        table, communicator, &autograd::want_use_guard, [this] { recover_if_failed(); });
   }
 }
 
@@ -70,6 +70,9 @@ Engine::Impl::~Impl() {
 }
 
 void Engine::Impl::before_accumulate(int64_t index) {
+  if (communicator->recoverable() && gradients.idle()) {
+    recover();
+  }
   const int64_t backward = gradients.before_accumulate(index);
   if (backward == 0) {
     return;
@@ -90,6 +93,7 @@ void Engine::Impl::before_accumulate(int64_t index) {
       [self, backward] {
         if (const auto alive = self.lock()) {
           alive->gradients.abandon(backward);
+          alive->communicator->abort("its backward was left by an exception: see its own error");
         }
       });
 }
@@ -109,6 +113,7 @@ void Engine::Impl::settle() {
       " of ",
       communicator->size(),
       "); call step, clip_grad_norm_ and full_grad after backward has returned");
+  recover_if_failed();
   if (gather) {
     gather->wait_all();
   }
@@ -302,6 +307,7 @@ double Engine::clip_grad_norm(double max_norm, double norm_type) {
 }
 
 void Engine::wait_parameters() {
+  impl_->recover_if_failed();
   if (impl_->gather) {
     impl_->gather->wait_all();
   }

@@ -105,6 +105,9 @@ class ZERO_API Engine {
   void leave_unit(int64_t unit) noexcept;
   void enter_forward();
   void leave_forward() noexcept;
+  // The outermost forward was left by an exception: other ranks need not wait for
+  // what this one was going to do. Nothing where communication can't start anew.
+  void abandon_forward() noexcept;
   void set_gather_always(bool always);
   // [collective] Makes the units of these parameters whole, until let_go() with
   // the same arguments. `writable`: operations may write to them; then let_go() is

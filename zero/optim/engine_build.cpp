@@ -13,6 +13,7 @@ namespace zero {
 void Engine::Impl::broadcast(const at::Tensor& tensor, int64_t root, const std::string& what) {
   const at::NoGradGuard no_grad;
   const at::Tensor dense = tensor.detach().contiguous();
+  recover_if_failed();
   communicator->broadcast(dense, root, {what, 0, gradients.steps(), false})->wait();
   if (!dense.is_alias_of(tensor)) {
     tensor.detach().copy_(dense);

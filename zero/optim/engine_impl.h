@@ -4,6 +4,7 @@
 // constructor.
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <zero/autograd/accumulate_hooks.h>
@@ -37,6 +38,10 @@ struct Engine::Impl final : autograd::AccumulateListener,
   void take_in(const std::vector<int64_t>& indices);
   std::vector<int64_t> units_of(const std::vector<int64_t>& indices) const;
   void broadcast(const at::Tensor& tensor, int64_t root, const std::string& what);
+  // After a failure that a caller was told of, on a transport that can start anew:
+  // [collective] gives up what is in flight and starts anew. Not inside backward.
+  void recover_if_failed();
+  void recover();
   // Gradients reduced and taken in, parameters in place; not inside backward.
   void settle();
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
@@ -70,6 +75,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   std::unique_ptr<sharding::ParameterGather> gather;
   std::unique_ptr<sharding::ParameterManager> parameters; // stage 3
   std::vector<std::string> unit_names;
+  std::mutex recovery; // one thread at a time
   bool unsharded = false; // by unshard_all()
   bool released = false; // by release_parameters()
   std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter

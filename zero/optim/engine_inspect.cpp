@@ -61,6 +61,7 @@ std::vector<at::Tensor> Engine::Impl::parts(int64_t index, const at::Tensor& own
       " of ",
       communicator->size(),
       ")");
+  recover_if_failed();
   return communicator->exchange(
       as_bytes(own),
       {std::string(kNames.at(kind)) + " of parameter '" + entry.parameter.name + "'",
@@ -219,6 +220,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
 }
 
 std::vector<at::Tensor> Engine::exchange(const at::Tensor& bytes) {
+  impl_->recover_if_failed();
   return impl_->communicator->exchange(
       bytes, {"a Python value", -1, impl_->gradients.steps(), false});
 }

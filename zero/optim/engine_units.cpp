@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include <zero/autograd/backward_end.h>
+
 namespace zero {
 
 // Sorted, each once; empty below stage 3.
@@ -47,6 +49,12 @@ void Engine::enter_forward() {
 void Engine::leave_forward() noexcept {
   if (impl_->parameters) {
     impl_->parameters->leave_forward();
+  }
+}
+
+void Engine::abandon_forward() noexcept {
+  if (impl_->parameters && !autograd::inside_backward()) {
+    impl_->communicator->abort("its forward was left by an exception: see its own error");
   }
 }
 

@@ -88,8 +88,8 @@ std::shared_ptr<Engine> make_engine(
     }
   }
   const Group ranks = group ? group : init(options.timeout);
-  const auto channels =
-      comm::make_communicators(ranks, options.timeout, options.stage == 3 ? 2 : 1, options.transport);
+  const auto channels = comm::make_communicators(
+      ranks, options.timeout, options.stage == 3 ? 2 : 1, options.transport);
   Units units{.gathers = channels.back()};
   if (options.stage == 3) {
     units.names = assign_units(module, options, parameters);

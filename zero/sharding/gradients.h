@@ -53,6 +53,13 @@ class GradientManager {
   }
   void end_backward(int64_t backward);
   void abandon(int64_t backward) noexcept;
+  // No backward is open, but for one that was lost.
+  bool idle() const;
+  // Nothing is in the middle of anything: gradients are as the last backward left
+  // them.
+  bool intact() const;
+  // After a failure of communication: no parameter has a gradient of ours.
+  void discard();
 
   // [collective] Reduces what is still local; waits for all reductions. Not
   // inside backward.
@@ -102,6 +109,7 @@ class GradientManager {
   void reopen(int64_t bucket);
   void wait_for(int64_t bucket);
   void wait_oldest();
+  void settle_in_flight();
   void show_reduced(int64_t index);
   void finish_reduction();
   // What the ranks tell each other at the end of a backward.
@@ -113,6 +121,7 @@ class GradientManager {
   void reduce_late(const std::vector<bool>& late);
   void adopt_order(const std::vector<int64_t>& order);
   void reset_backward();
+  void reset_order();
   void recover_if_abandoned();
   std::string reduced_message(int64_t index) const;
 

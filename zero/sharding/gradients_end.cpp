@@ -34,7 +34,12 @@ void GradientManager::end_backward(int64_t backward) {
     return;
   }
   if (active_sync_) {
-    finish_reduction();
+    try {
+      finish_reduction();
+    } catch (...) {
+      abandoned_ = backward_;
+      throw;
+    }
   }
   reset_backward();
 }
@@ -152,13 +157,59 @@ void GradientManager::reset_backward() {
 // A backward ended in an exception. If it did so on all ranks at the same point,
 // what they launched completes, and the next iteration is clean.
 void GradientManager::recover_if_abandoned() {
-  if (!active_ || abandoned_ != backward_) {
-    return;
+  if (active_ && abandoned_ == backward_) {
+    settle_in_flight();
+    reset_backward();
   }
-  while (!in_flight_.empty()) {
-    wait_oldest();
+}
+
+// What failed says so at the next operation.
+void GradientManager::settle_in_flight() {
+  for (const int64_t bucket : in_flight_) {
+    buckets_[bucket].work->settle();
+    buckets_[bucket].work = nullptr;
+    storage_->finish(bucket);
+  }
+  in_flight_.clear();
+}
+
+bool GradientManager::idle() const {
+  const std::lock_guard lock(mutex_);
+  return !active_ || abandoned_ == backward_;
+}
+
+bool GradientManager::intact() const {
+  const std::lock_guard lock(mutex_);
+  return !active_ && in_flight_.empty();
+}
+
+void GradientManager::discard() {
+  const std::lock_guard lock(mutex_);
+  settle_in_flight();
+  storage_->close_all();
+  for (int64_t i = 0; i < table_.size(); ++i) {
+    Slot& slot = slots_[i];
+    at::Tensor& grad = grad_of(i);
+    if (grad.defined() && (grad.is_same(slot.alias) || grad.is_same(slot.stand_in))) {
+      grad.reset();
+    }
+    slot.state = GradientState::none;
+    slot.kept = false;
   }
   reset_backward();
+  reset_order();
+}
+
+// What ranks learned of it together may be known to some of them only.
+void GradientManager::reset_order() {
+  order_.clear();
+  for (int64_t b = 0; b < table_.bucket_count(); ++b) {
+    buckets_[b].deferred = false;
+    if (table_.bucket(b).trainable) {
+      order_.push_back(b);
+    }
+  }
+  order_adapted_ = false;
 }
 
 void GradientManager::flush() {

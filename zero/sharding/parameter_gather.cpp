@@ -2,19 +2,45 @@
 
 #include <unistd.h>
 
+#include <exception>
 #include <utility>
+
+#include <c10/util/Exception.h>
 
 #include <zero/comm/blocking.h>
 
 namespace zero::sharding {
+namespace {
+
+// A gather that could not be started.
+class Refused final : public comm::Work {
+ public:
+  explicit Refused(std::exception_ptr error) : error_(std::move(error)) {}
+  void wait() override {
+    std::rethrow_exception(error_);
+  }
+  bool done() const override {
+    return true;
+  }
+  bool settle() noexcept override {
+    return false;
+  }
+
+ private:
+  std::exception_ptr error_;
+};
+
+} // namespace
 
 ParameterGather::ParameterGather(
     ParameterTable& table,
     std::shared_ptr<comm::Communicator> communicator,
-    std::function<void(bool)> on_flight)
+    std::function<void(bool)> on_flight,
+    std::function<void()> before_wait)
     : table_(table),
       communicator_(std::move(communicator)),
       on_flight_(std::move(on_flight)),
+      before_wait_(std::move(before_wait)),
       process_(getpid()) {}
 
 ParameterGather::~ParameterGather() {
@@ -24,11 +50,8 @@ ParameterGather::~ParameterGather() {
     if (!entries_[b].work) {
       continue;
     }
-    try {
-      if (getpid() == process_) {
-        entries_[b].work->wait();
-      }
-    } catch (...) { // NOLINT(bugprone-empty-catch): the next collective reports it
+    if (getpid() == process_) {
+      entries_[b].work->settle();
     }
     land(static_cast<int64_t>(b));
   }
@@ -53,10 +76,14 @@ void ParameterGather::start(int64_t bucket, int64_t step) {
   }
   BucketEntry& gathered = table_.bucket(bucket);
   const layout::Range shard = table_.shard(bucket);
-  entry.work = communicator_->all_gather(
-      gathered.values.tensor(),
-      gathered.values.view(shard.begin, shard.size()),
-      {gathered.what, bucket, step, true});
+  try {
+    entry.work = communicator_->all_gather(
+        gathered.values.tensor(),
+        gathered.values.view(shard.begin, shard.size()),
+        {gathered.what, bucket, step, true});
+  } catch (const c10::DistBackendError&) {
+    entry.work = std::make_shared<Refused>(std::current_exception());
+  }
   for (const int64_t index : gathered.layout.parameters) {
     table_.entry(index).view.close(message(index), entry.flight.get());
   }
@@ -90,6 +117,29 @@ void ParameterGather::wait_all() {
   }
 }
 
+std::vector<bool> ParameterGather::failed() {
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(mutex_);
+  std::vector<bool> failed(table_.bucket_count());
+  for (size_t b = 0; b < entries_.size(); ++b) {
+    if (entries_[b].work) {
+      failed[b] = !entries_[b].work->settle();
+    }
+  }
+  return failed;
+}
+
+void ParameterGather::restart(int64_t bucket, int64_t step) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (static_cast<size_t>(bucket) < entries_.size() && entries_[bucket].work) {
+      entries_[bucket].work->settle();
+      land(bucket);
+    }
+  }
+  start(bucket, step);
+}
+
 void ParameterGather::fail(int64_t bucket, const char* operation, const std::string& cause) {
   const std::lock_guard lock(mutex_);
   for (const int64_t index : table_.bucket(bucket).layout.parameters) {
@@ -107,6 +157,7 @@ void ParameterGather::Flight::before_use(const char* operation) noexcept {
     return; // the operation raises the view's own message
   }
   try {
+    gather_.before_wait_();
     gather_.wait(bucket_);
   } catch (const std::exception& error) {
     try {

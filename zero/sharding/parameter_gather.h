@@ -20,20 +20,27 @@ namespace zero::sharding {
 class ParameterGather {
  public:
   // `on_flight(true)` is called when the first gather starts, `on_flight(false)`
-  // when the last was waited for: the guard is only on in between.
+  // when the last was waited for: the guard is only on in between. `before_wait()`
+  // is called when an operation is about to wait.
   ParameterGather(
       ParameterTable& table,
       std::shared_ptr<comm::Communicator> communicator,
-      std::function<void(bool)> on_flight);
+      std::function<void(bool)> on_flight,
+      std::function<void()> before_wait);
   ~ParameterGather();
   ParameterGather(const ParameterGather&) = delete;
   ParameterGather& operator=(const ParameterGather&) = delete;
 
-  // [collective] Starts the gather of a bucket from the ranks' shards.
+  // [collective] Starts the gather of a bucket from the ranks' shards. A failure
+  // shows when it is waited for.
   void start(int64_t bucket, int64_t step);
   // Waits for one bucket, or for all; throws what the gather threw.
   void wait(int64_t bucket);
   void wait_all();
+  // After a failure of communication: waits for what is on its way. Buckets whose
+  // gather failed must be started again, on all ranks.
+  std::vector<bool> failed();
+  void restart(int64_t bucket, int64_t step);
 
  private:
   class Flight final : public memory::OnUse {
@@ -57,6 +64,7 @@ class ParameterGather {
   ParameterTable& table_;
   std::shared_ptr<comm::Communicator> communicator_;
   std::function<void(bool)> on_flight_;
+  std::function<void()> before_wait_;
   std::mutex mutex_;
   std::vector<Entry> entries_;
   int64_t in_flight_ = 0;

@@ -26,7 +26,8 @@ ParameterManager::ParameterManager(
     ParameterTable& table,
     std::shared_ptr<comm::Communicator> communicator,
     std::shared_ptr<memory::SlabPool> pool,
-    std::function<bool()> inside_backward)
+    std::function<bool()> inside_backward,
+    std::function<void()> before_use)
     : prefetch_(options.prefetch),
       max_live_numel_(options.max_live_numel.value_or(std::numeric_limits<int64_t>::max())),
       reshard_(options.reshard_after_forward),
@@ -34,6 +35,7 @@ ParameterManager::ParameterManager(
       communicator_(std::move(communicator)),
       pool_(std::move(pool)),
       inside_backward_(std::move(inside_backward)),
+      before_use_(std::move(before_use)),
       process_(getpid()) {}
 
 ParameterManager::~ParameterManager() {
@@ -102,6 +104,7 @@ void ParameterManager::leave_forward() noexcept {
 
 void ParameterManager::enter(int64_t unit) {
   check_process();
+  before_use_();
   const bool backward = inside_backward_();
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
@@ -226,10 +229,7 @@ void ParameterManager::release_bucket(Unit& unit, size_t position) noexcept {
     return;
   }
   if (unit.works[position]) {
-    try {
-      unit.works[position]->wait(); // it writes to the slab
-    } catch (...) { // NOLINT(bugprone-empty-catch): the next transfer reports it
-    }
+    unit.works[position]->settle(); // it writes to the slab; the next one says if it failed
     unit.works[position] = nullptr;
   }
   const layout::Bucket& bucket = table_.bucket(unit.buckets[position]).layout;
@@ -324,6 +324,22 @@ void ParameterManager::before_step() {
   last_used_ = -1;
   ++steps_;
   pool_->trim();
+}
+
+void ParameterManager::discard() {
+  const comm::BlockingScope blocking;
+  const std::lock_guard lock(mutex_);
+  depth_ = 0;
+  for (int64_t unit = 0; unit < unit_count(); ++unit) {
+    Unit& discarded = *units_[unit];
+    discarded.entered = 0;
+    discarded.kept = false;
+    if (!discarded.restored && !(discarded.held > 0 && discarded.state == State::whole)) {
+      release(unit);
+    }
+  }
+  schedule_ = {};
+  last_used_ = -1;
 }
 
 std::vector<int64_t> ParameterManager::backward_order() const {

@@ -23,13 +23,15 @@ namespace zero::sharding {
 
 class ParameterManager {
  public:
-  // `inside_backward`: whether this thread runs one.
+  // `inside_backward`: whether this thread runs one. `before_use()` is called before
+  // units are used, outside any lock.
   ParameterManager(
       const Options& options,
       ParameterTable& table,
       std::shared_ptr<comm::Communicator> communicator,
       std::shared_ptr<memory::SlabPool> pool,
-      std::function<bool()> inside_backward);
+      std::function<bool()> inside_backward,
+      std::function<void()> before_use);
   // Starts no transfer: parameters stay without data, with a message.
   ~ParameterManager();
   ParameterManager(const ParameterManager&) = delete;
@@ -53,6 +55,10 @@ class ParameterManager {
   // Before parameters change: everything is released. Throws while something is
   // held.
   void before_step();
+
+  // After a failure of communication: nothing is on its way, what is not held is
+  // sharded, and the order of uses is forgotten.
+  void discard();
 
   // Keeps units whole until let_go(), once for each hold() [collective]. `writable`:
   // operations may write to them; store() takes this rank's part of what was
@@ -141,6 +147,7 @@ class ParameterManager {
   std::shared_ptr<comm::Communicator> communicator_;
   std::shared_ptr<memory::SlabPool> pool_;
   std::function<bool()> inside_backward_;
+  std::function<void()> before_use_;
   const int64_t process_; // a forked child must not gather with its parent's peers
 
   mutable std::mutex mutex_;

@@ -23,12 +23,17 @@ void ParameterManager::Unit::before_use(const char* operation) noexcept {
     return;
   }
   const comm::BlockingScope blocking;
-  const std::lock_guard lock(manager_.mutex_);
+  std::string cause;
   try {
+    manager_.before_use_();
+    const std::lock_guard lock(manager_.mutex_);
     manager_.use(index_, backward);
+    return;
   } catch (const std::exception& error) {
-    manager_.fail(index_, operation, error.what());
+    cause = error.what();
   }
+  const std::lock_guard lock(manager_.mutex_);
+  manager_.fail(index_, operation, cause);
 }
 
 // A unit that was still whole is used: what comes after it is expected to do so

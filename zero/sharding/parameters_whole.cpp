@@ -12,6 +12,7 @@ namespace zero::sharding {
 
 void ParameterManager::hold(const std::vector<int64_t>& units, bool writable) {
   check_process();
+  before_use_();
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
   for (const int64_t unit : units) {

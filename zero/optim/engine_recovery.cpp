@@ -1,0 +1,84 @@
+// After an error on some rank: on a transport that can start anew, the ranks give
+// up what they were in, agree on what is left, and go on.
+
+#include <zero/optim/engine_impl.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/ops/empty.h>
+
+#include <zero/autograd/backward_end.h>
+
+namespace zero {
+namespace {
+
+// What each rank says: its number of steps, whether its gradients are whole, and
+// the buckets of parameters (as bytes) whose gather it lost.
+at::Tensor write_state(int64_t steps, bool intact, const std::vector<bool>& lost) {
+  at::Tensor message =
+      at::empty({static_cast<int64_t>(sizeof(steps) + 1 + lost.size())}, at::kByte);
+  auto* bytes = message.mutable_data_ptr<uint8_t>();
+  std::memcpy(bytes, &steps, sizeof(steps));
+  bytes[sizeof(steps)] = intact ? 1 : 0;
+  std::copy(lost.begin(), lost.end(), bytes + sizeof(steps) + 1);
+  return message;
+}
+
+} // namespace
+
+void Engine::Impl::recover_if_failed() {
+  if ((communicator->recoverable() || gathers->recoverable()) && !autograd::inside_backward()) {
+    recover();
+  }
+}
+
+void Engine::Impl::recover() {
+  const std::lock_guard lock(recovery);
+  if (!communicator->recoverable() && !gathers->recoverable()) {
+    return; // another thread did it
+  }
+  if (parameters) {
+    parameters->discard();
+  }
+  std::vector<bool> lost = gather ? gather->failed() : std::vector<bool>();
+  communicator->recover();
+  if (gathers != communicator) {
+    gathers->recover();
+  }
+  const int64_t steps = gradients.steps();
+  bool intact = true;
+  const std::vector<at::Tensor> states = communicator->exchange(
+      write_state(steps, gradients.intact(), lost),
+      {"the recovery from an error", 0, /*step=*/0, false});
+  for (size_t rank = 0; rank < states.size(); ++rank) {
+    const auto* bytes = states[rank].const_data_ptr<uint8_t>();
+    int64_t theirs = 0;
+    std::memcpy(&theirs, bytes, sizeof(theirs));
+    TORCH_CHECK(
+        theirs == steps,
+        "[zero.optim] after an error ranks have taken different numbers of steps, ",
+        theirs,
+        " on rank ",
+        rank,
+        " and ",
+        steps,
+        " on rank ",
+        communicator->rank(),
+        ", so their parameters differ; load a checkpoint on all ranks");
+    intact = intact && bytes[sizeof(theirs)] != 0;
+    for (size_t b = 0; b < lost.size(); ++b) {
+      lost[b] = lost[b] || bytes[sizeof(theirs) + 1 + b] != 0;
+    }
+  }
+  if (!intact) {
+    gradients.discard();
+  }
+  for (size_t b = 0; b < lost.size(); ++b) {
+    if (lost[b]) {
+      gather->restart(static_cast<int64_t>(b), steps);
+    }
+  }
+}
+
+} // namespace zero
