@@ -25,3 +25,11 @@ foreach(source IN LISTS ZERO_TEST_SOURCES)
                ENVIRONMENT "OMP_NUM_THREADS=2"
                FAIL_REGULAR_EXPRESSION "No tests ran")
 endforeach()
+
+# Ranks that are processes.
+add_executable(host_worker ${ZERO_TEST_WORKER_SOURCE})
+zero_target_defaults(host_worker)
+target_link_libraries(host_worker PRIVATE zero_static)
+add_dependencies(test_host_processes host_worker)
+target_compile_definitions(
+  test_host_processes PRIVATE ZERO_HOST_WORKER="$<TARGET_FILE:host_worker>")

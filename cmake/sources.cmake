@@ -87,3 +87,5 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_parity.cpp
     tests/cpp/test_stage3.cpp
     tests/cpp/test_units.cpp)
+# The program that test_host_processes starts.
+set(ZERO_TEST_WORKER_SOURCE tests/cpp/host_worker.cpp)

@@ -88,6 +88,7 @@ Numbers report(const Engine& engine) {
   result["theory"] = theory;
   result["steps"] = report.steps;
   result["padding"] = report.padding;
+  result["transport"] = report.transport;
   return result;
 }
 

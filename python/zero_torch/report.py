@@ -10,11 +10,17 @@ _FIELDS = ("held", "peak", "traffic", "theory")
 
 
 class Report:
-    """Numbers of one rank at one moment. Prints as a table."""
+    """Numbers of one rank at one moment. Prints as a table.
+
+    ``transport`` says how bytes travel between ranks: "host (process_vm_readv)", "group (gloo)".
+    """
+
+    transport: str
 
     def __init__(self, engine: _C.Engine) -> None:
         self._numbers = engine.report()
         self._table = engine.report_table()
+        self.transport = self._numbers["transport"]
 
     def as_dict(self) -> dict[str, Any]:
         """``{"held", "peak", "traffic", "theory": {"held", "traffic"}}``, in bytes.

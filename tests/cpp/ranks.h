@@ -4,6 +4,8 @@
 // at one HashStore. Catch's assertions are not made for threads, so a body
 // reports by throwing: TORCH_CHECK, or REQUIRE after run_ranks() returned.
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -90,6 +92,28 @@ void run_threads(int64_t size, const Body& body) {
     throw std::runtime_error(first_error);
   }
 }
+
+// Where ranks that are threads meet apart from what is tested.
+class MeetingPoint {
+ public:
+  explicit MeetingPoint(int64_t size) : size_(size) {}
+
+  // Returns when all are here.
+  void meet() {
+    std::unique_lock lock(mutex_);
+    const int64_t round = arrived_++ / size_;
+    changed_.notify_all();
+    const bool all = changed_.wait_for(
+        lock, std::chrono::seconds(60), [&] { return arrived_ >= (round + 1) * size_; });
+    TORCH_CHECK(all, "a rank did not come to the meeting point");
+  }
+
+ private:
+  const int64_t size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int64_t arrived_ = 0;
+};
 
 inline void run_ranks(int64_t size, const RankBody& body, double timeout_seconds = 60.0) {
   const auto store = c10::make_intrusive<c10d::HashStore>();

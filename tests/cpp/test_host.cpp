@@ -46,7 +46,7 @@ void run_sequences(const std::string& transport, int64_t size, int64_t count) {
 }
 
 // Any bits but NaN, whose payload may depend on the order of operands.
-at::Tensor any_bits(int64_t count, at::ScalarType type, Generator& generator) {
+[[maybe_unused]] at::Tensor any_bits(int64_t count, at::ScalarType type, Generator& generator) {
   auto tensor = at::empty({count}, type);
   auto* bytes = static_cast<char*>(tensor.mutable_data_ptr());
   for (std::size_t i = 0; i < tensor.nbytes(); ++i) {
@@ -55,7 +55,7 @@ at::Tensor any_bits(int64_t count, at::ScalarType type, Generator& generator) {
   return tensor.masked_fill_(tensor.isnan(), std::numeric_limits<double>::infinity());
 }
 
-std::string bytes_of(const at::Tensor& tensor) {
+[[maybe_unused]] std::string bytes_of(const at::Tensor& tensor) {
   return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 

@@ -15,9 +15,10 @@ using namespace zero::memory;
 namespace {
 
 struct Opens final : OnUse {
-  void before_use(const char* operation) noexcept override {
+  bool before_use(const char* operation) noexcept override {
     last = operation;
     view->open();
+    return true;
   }
   SlabView* view = nullptr;
   std::string last;

@@ -59,7 +59,7 @@ def _dies(rank: int, world: int) -> str | None:
     message = _message(lambda: model(torch.ones(1, 3)).sum().backward())
     assert time.monotonic() - began < 20.0
     later = _message(opt.step)
-    assert "earlier failure" in later
+    assert "earlier failure" in later or "rank 1" in later, later
     return message
 
 

@@ -106,7 +106,6 @@ def test_bad_settings_are_refused_by_name(kw, error, words):
         {"reduce_dtype": torch.float32},
         {"output_dtype": torch.float32},
         {"cast_forward_inputs": True},
-        {"transport": "host"},
         {"on_nonfinite": "skip"},
         {"sync_buffers": True},
         {"step_in_backward": True},

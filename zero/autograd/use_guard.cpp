@@ -27,7 +27,8 @@ class Inputs {
     return found_.empty();
   }
 
-  void announce(const at::RecordFunction& function) const {
+  // Whether the operation finds what it reads.
+  bool announce(const at::RecordFunction& function) const {
     const OperationTraits traits = traits_of(function);
     bool opens = false;
     for (const Input& input : found_) {
@@ -39,8 +40,9 @@ class Inputs {
           input.keeper.on_use->while_open();
         }
       }
-      return;
+      return true;
     }
+    bool found = true;
     for (const Input& input : found_) {
       input.keeper.on_use->pin();
     }
@@ -48,7 +50,7 @@ class Inputs {
       if (traits.writes_argument(input.argument)) {
         input.keeper.on_use->before_write(input.storage, function.name());
       } else if (input.keeper.closed && traits.reads) {
-        input.keeper.on_use->before_use(function.name());
+        found = input.keeper.on_use->before_use(function.name()) && found;
       } else if (input.keeper.closed) {
         input.keeper.on_use->before_view(function.name());
       }
@@ -56,6 +58,7 @@ class Inputs {
     for (const Input& input : found_) {
       input.keeper.on_use->unpin();
     }
+    return found;
   }
 
  private:
@@ -94,17 +97,32 @@ class Inputs {
 // What answers dispatches nothing on the CPU; elsewhere it may, once.
 thread_local bool answering = false;
 
+// An operation that did not find what it reads, until it has ended, by raising that:
+// those that it calls meanwhile ask no more.
+thread_local bool failing = false;
+struct Failing final : at::ObserverContext {
+  Failing() {
+    failing = true;
+  }
+  ~Failing() override {
+    failing = false;
+  }
+  Failing(const Failing&) = delete;
+  Failing& operator=(const Failing&) = delete;
+};
+
 std::unique_ptr<at::ObserverContext> before_operation(const at::RecordFunction& function) {
-  if (answering) {
+  if (answering || failing) {
     return nullptr;
   }
   const Inputs inputs(function);
-  if (!inputs.empty()) {
-    answering = true;
-    inputs.announce(function);
-    answering = false;
+  if (inputs.empty()) {
+    return nullptr;
   }
-  return nullptr;
+  answering = true;
+  const bool found = inputs.announce(function);
+  answering = false;
+  return found ? nullptr : std::make_unique<Failing>();
 }
 
 // Lives as long as the process: operations still run after static destructors.

@@ -87,8 +87,16 @@ class ZERO_API Communicator {
   // How bytes travel, for reports: "group (gloo)", "host (process_vm_readv)".
   virtual std::string transport() const = 0;
 
-  // After a failure every operation throws. On some transports ranks can start anew:
-  // whether that is so, and a caller has been told of the failure by an exception.
+  // Whether ranks can start anew after a failure, which else breaks every later
+  // operation.
+  virtual bool recovers() const {
+    return false;
+  }
+  // Whether a peer waits for an operation that this rank has not called.
+  virtual bool behind() const {
+    return false;
+  }
+  // Whether it recovers(), and a caller has been told of a failure by an exception.
   virtual bool recoverable() const {
     return false;
   }

@@ -47,6 +47,9 @@ HostChannel::HostChannel(std::shared_ptr<HostGroup> group, int64_t channel, doub
       own_(group_->slot(group_->rank(), channel)) {}
 
 HostChannel::~HostChannel() {
+  if (!group_->in_own_process()) {
+    return;
+  }
   own_.closed.store(1);
   group_->ring_others(channel_);
 }
@@ -162,7 +165,8 @@ std::string HostChannel::where() const {
   return c10::str("in ", description_, ", rank ", rank(), " of ", size());
 }
 
-// A peer that gave up may have freed what this rank reads, or started anew.
+// A peer that gave up in this operation, or before it, may have freed what this rank
+// reads. One that had finished it knows that this rank had read it all.
 void HostChannel::check_given_up() const {
   const int64_t epoch = epoch_.load();
   TORCH_CHECK_WITH(
@@ -177,9 +181,10 @@ void HostChannel::check_given_up() const {
       "; an optimizer or a module was destroyed before its operations were done");
   for (int64_t i = 0; i < size(); ++i) {
     const int64_t peer = (rank() + 1 + i) % size(); // this rank last: its own may be an echo
+    const bool gave_up = group_->given_up(peer) > epoch;
     TORCH_CHECK_WITH(
         DistBackendError,
-        group_->given_up(peer) <= epoch,
+        !gave_up || group_->slot(peer, channel_).finished.load() >= number_,
         "[zero.comm] rank ",
         peer,
         " gave up: ",
@@ -318,6 +323,15 @@ void HostChannel::interrupt() {
   group_->ring(rank(), channel_);
 }
 
+bool HostChannel::behind(int64_t submitted) const {
+  for (int64_t peer = 0; peer < size(); ++peer) {
+    if (group_->slot(peer, channel_).posted.load() > base_of(epoch_.load()) + submitted) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool HostChannel::broken() const {
   const int64_t epoch = epoch_.load();
   for (int64_t peer = 0; peer < size(); ++peer) {
@@ -332,15 +346,16 @@ void HostChannel::recover() {
   description_ = "the recovery from an error";
   group_->give_up(epoch_.load(), "another rank gave up");
   const int64_t next = group_->given_up(rank());
-  for (const Counter counter :
-       {&HostSlot::posted, &HostSlot::staged, &HostSlot::taken, &HostSlot::finished}) {
-    (own_.*counter).store(base_of(next));
-  }
   number_ = base_of(next);
   epoch_.store(next);
   own_.entered.store(next);
   group_->ring_others(channel_);
   await(&HostSlot::entered, next);
+  // Not before: until they entered, the others may wait for this rank's old steps.
+  for (const Counter counter :
+       {&HostSlot::posted, &HostSlot::staged, &HostSlot::taken, &HostSlot::finished}) {
+    (own_.*counter).store(base_of(next));
+  }
 }
 
 } // namespace zero::comm

@@ -2,7 +2,8 @@
 
 // One rank's side of one channel of a HostGroup: it posts operations, waits for the
 // others' posts and steps, sleeps on its bell meanwhile, and words what goes wrong.
-// Used by one thread at a time; interrupt(), give_up() and broken() by any.
+// Used by one thread at a time; interrupt(), give_up(), broken() and
+// behind() by any.
 
 #include <atomic>
 #include <chrono>
@@ -82,6 +83,8 @@ class HostChannel {
   void interrupt();
   void give_up(const std::string& why) noexcept;
   bool broken() const;
+  // Whether a peer has opened more than `submitted` operations of this epoch.
+  bool behind(int64_t submitted) const;
   // [collective] The next epoch, once all ranks have come here.
   void recover();
 

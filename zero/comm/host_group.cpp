@@ -156,6 +156,10 @@ std::shared_ptr<HostGroup> HostGroup::connect(
   return group;
 }
 
+bool HostGroup::in_own_process() const {
+  return getpid() == processes_[rank_].pid;
+}
+
 std::string HostGroup::name(int64_t rank) const {
   return "rank " + std::to_string(rank) + " (pid " + std::to_string(processes_[rank].pid) + ")";
 }
@@ -192,7 +196,7 @@ std::string HostGroup::why(int64_t rank) const {
 
 void HostGroup::give_up(int64_t epoch, const std::string& why) noexcept {
   HostMember& own = segment_->member(rank_);
-  if (own.failed.load() > epoch) {
+  if (own.failed.load() > epoch || !in_own_process()) {
     return;
   }
   const size_t length = std::min(why.size(), own.why.size() - 1);

@@ -58,6 +58,9 @@ class HostGroup {
     return segment_->window(rank, channel, which);
   }
 
+  // False in a forked child, which has a copy of this and must not speak for its
+  // parent.
+  bool in_own_process() const;
   bool is_running(int64_t rank) const {
     return comm::is_running(processes_[rank]);
   }

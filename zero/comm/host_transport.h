@@ -41,6 +41,9 @@ class HostTransport final : public Transport {
   void recover() override {
     channel_.recover();
   }
+  bool behind(int64_t submitted) const override {
+    return channel_.behind(submitted);
+  }
   bool broken() const override {
     return channel_.broken();
   }

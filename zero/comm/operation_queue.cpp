@@ -38,7 +38,7 @@ class OperationQueue::Operation final : public Work {
 
   void wait() override {
     if (!settle()) {
-      queue_->told_.store(true);
+      queue_->told_.store(queue_->failed()); // false: of a time before a recovery
       std::rethrow_exception(error_);
     }
   }
@@ -84,6 +84,7 @@ WorkPtr OperationQueue::submit(Opening opening, bool training, Run run, bool wak
     TORCH_CHECK_WITH(DistBackendError, false, after_failure(failure_));
   }
   queue_.push_back(operation);
+  ++submitted_;
   if (wake && !driven_) {
     work_left_.notify_one();
   }
@@ -201,6 +202,11 @@ void OperationQueue::abort(const std::string& why) noexcept {
   transport_->give_up(why);
 }
 
+bool OperationQueue::behind() const {
+  const std::lock_guard lock(mutex_);
+  return transport_->behind(submitted_);
+}
+
 void OperationQueue::recover() {
   if (!transport_->recovers()) {
     return;
@@ -235,6 +241,7 @@ void OperationQueue::recover() {
     std::rethrow_exception(error);
   }
   failure_.clear();
+  submitted_ = 0;
   told_.store(false);
 }
 

@@ -44,6 +44,11 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   // Nothing that was submitted until now will succeed.
   void abort(const std::string& why) noexcept;
   void recover();
+  bool recovers() const {
+    return transport_->recovers();
+  }
+  // Whether a peer waits for an operation that was not submitted here.
+  bool behind() const;
   Traffic traffic() const;
 
  private:
@@ -72,6 +77,7 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   bool driven_ = false; // some thread is in run()
   bool stopping_ = false;
   bool working_ = false;
+  int64_t submitted_ = 0; // since the last recovery
   std::string failure_; // the first error; empty: none
   Traffic traffic_;
 };

@@ -33,6 +33,12 @@ class QueuedCommunicator final : public Communicator {
   void barrier(Tag tag) override;
   Traffic traffic() const override;
   std::string transport() const override;
+  bool recovers() const override {
+    return queue_->recovers();
+  }
+  bool behind() const override {
+    return queue_->behind();
+  }
   bool recoverable() const override;
   void abort(const std::string& why) noexcept override;
   void recover() override;

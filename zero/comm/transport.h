@@ -2,7 +2,8 @@
 
 // What a QueuedCommunicator drives: one collective after the other, each from its
 // opening, where ranks compare what they are about to do, to its end. Used by one
-// thread at a time; only interrupt() and describe() may be called from others.
+// thread at a time; only interrupt(), describe(), give_up()
+// where it recovers(), broken() and behind() may be called from others.
 
 #include <cstdint>
 #include <string>
@@ -49,6 +50,11 @@ class Transport {
   }
   // [collective] After give_up(): starts anew once all ranks have come here.
   virtual void recover() {}
+  // Whether a peer has opened more operations, since the last recovery, than
+  // `submitted`.
+  virtual bool behind(int64_t /*submitted*/) const {
+    return false;
+  }
   // Whether another rank gave up, or this one did: the next operation will fail.
   virtual bool broken() const {
     return false;

@@ -19,8 +19,9 @@ namespace zero::memory {
 // operation then raises.
 class OnUse {
  public:
-  // A closed view is going to be read.
-  virtual void before_use(const char* operation) noexcept = 0;
+  // A closed view is going to be read. False: bringing it back failed, and the
+  // operation is going to say so.
+  virtual bool before_use(const char* operation) noexcept = 0;
   // A closed view is going to be viewed, or asked for its shape.
   virtual void before_view(const char* operation) noexcept {
     before_use(operation);

@@ -105,8 +105,8 @@ class ZERO_API Engine {
   void leave_unit(int64_t unit) noexcept;
   void enter_forward();
   void leave_forward() noexcept;
-  // The outermost forward was left by an exception: other ranks need not wait for
-  // what this one was going to do. Nothing where communication can't start anew.
+  // The outermost forward was left by an exception: before the next one, ranks see
+  // whether that was so on all.
   void abandon_forward() noexcept;
   void set_gather_always(bool always);
   // [collective] Makes the units of these parameters whole, until let_go() with
@@ -168,6 +168,7 @@ class ZERO_API Engine {
     memory::Usage theory_held; // section 3 of docs/design.md, without padding
     int64_t theory_traffic = 0; // per step with one micro-batch, without padding
     int64_t padding = 0; // bytes of padding in parameters' flat buffers
+    std::string transport; // how bytes travel: "host (process_vm_readv)", "group (gloo)" ...
   };
   Report report() const;
   // The report as a table.

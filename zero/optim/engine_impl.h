@@ -3,6 +3,7 @@
 // The engine's parts. Which managers exist is decided by the stage, once, in the
 // constructor.
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -42,6 +43,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   // [collective] gives up what is in flight and starts anew. Not inside backward.
   void recover_if_failed();
   void recover();
+  void meet_after_abandoned_forward();
   // Gradients reduced and taken in, parameters in place; not inside backward.
   void settle();
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
@@ -76,6 +78,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   std::unique_ptr<sharding::ParameterManager> parameters; // stage 3
   std::vector<std::string> unit_names;
   std::mutex recovery; // one thread at a time
+  std::atomic<bool> forward_abandoned = false;
   bool unsharded = false; // by unshard_all()
   bool released = false; // by release_parameters()
   std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter

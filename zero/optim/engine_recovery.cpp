@@ -4,14 +4,19 @@
 #include <zero/optim/engine_impl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include <ATen/ops/empty.h>
 
 #include <zero/autograd/backward_end.h>
+#include <zero/comm/blocking.h>
 
 namespace zero {
 namespace {
+
+constexpr std::chrono::milliseconds kLookInterval{2};
 
 // What each rank says: its number of steps, whether its gradients are whole, and
 // the buckets of parameters (as bytes) whose gather it lost.
@@ -28,7 +33,37 @@ at::Tensor write_state(int64_t steps, bool intact, const std::vector<bool>& lost
 } // namespace
 
 void Engine::Impl::recover_if_failed() {
-  if ((communicator->recoverable() || gathers->recoverable()) && !autograd::inside_backward()) {
+  if (autograd::inside_backward()) {
+    return;
+  }
+  if (communicator->recoverable() || gathers->recoverable()) {
+    forward_abandoned = false;
+    recover();
+  } else if (forward_abandoned.exchange(false)) {
+    meet_after_abandoned_forward();
+  }
+}
+
+// If the others left theirs, too, nothing is lost. Else they wait for gathers or
+// reductions that this rank is not going to join: it gives up, for all.
+void Engine::Impl::meet_after_abandoned_forward() {
+  const comm::BlockingScope blocking;
+  const at::Tensor own = at::empty({1}, at::kByte);
+  const at::Tensor all = at::empty({communicator->size()}, at::kByte);
+  try {
+    const comm::WorkPtr work = communicator->all_gather(
+        all, own, {"a new forward after one that an exception left", 0, gradients.steps(), false});
+    while (!work->done()) {
+      if (gathers->behind()) {
+        communicator->abort("its forward was left by an exception: see its own error");
+      }
+      std::this_thread::sleep_for(kLookInterval);
+    }
+    work->wait();
+  } catch (const c10::DistBackendError&) {
+    if (!communicator->recoverable()) {
+      throw;
+    }
     recover();
   }
 }
@@ -55,6 +90,9 @@ void Engine::Impl::recover() {
     const auto* bytes = states[rank].const_data_ptr<uint8_t>();
     int64_t theirs = 0;
     std::memcpy(&theirs, bytes, sizeof(theirs));
+    if (theirs != steps) {
+      communicator->abort("ranks have taken different numbers of steps"); // again next time
+    }
     TORCH_CHECK(
         theirs == steps,
         "[zero.optim] after an error ranks have taken different numbers of steps, ",

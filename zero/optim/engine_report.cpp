@@ -39,6 +39,7 @@ Engine::Report Engine::report() const {
   }
   report.steps = impl_->gradients.steps();
   report.padding = impl_->table.padding_bytes();
+  report.transport = impl_->communicator->transport();
   int64_t trainable = 0;
   int64_t frozen = 0;
   for (int64_t i = 0; i < impl_->table.size(); ++i) {
@@ -65,7 +66,7 @@ std::string Engine::report_table() const {
   const Report numbers = report();
   std::ostringstream table;
   table << "Zero stage " << impl_->options.stage << ", rank " << rank() << " of " << world_size()
-        << ", " << numbers.steps << " steps\n";
+        << ", " << numbers.steps << " steps, transport " << numbers.transport << "\n";
   row(table, {"MiB on this rank", "held", "peak", "theory"});
   const memory::Usage& held = numbers.held;
   const memory::Usage& peak = numbers.peak;

@@ -53,8 +53,8 @@ void Engine::leave_forward() noexcept {
 }
 
 void Engine::abandon_forward() noexcept {
-  if (impl_->parameters && !autograd::inside_backward()) {
-    impl_->communicator->abort("its forward was left by an exception: see its own error");
+  if (impl_->parameters && impl_->gathers->recovers() && !autograd::inside_backward()) {
+    impl_->forward_abandoned = true;
   }
 }
 

@@ -18,6 +18,17 @@ T& at_bucket(std::vector<T>& items, int64_t bucket) {
   return items[bucket];
 }
 
+void zero_between_slots(const at::Tensor& whole, const ParameterTable& table, int64_t bucket) {
+  const layout::Bucket& layout = table.bucket(bucket).layout;
+  int64_t end = 0;
+  for (const int64_t index : layout.parameters) {
+    const layout::Range slot = table.entry(index).slot.range();
+    memory::zero_elements(whole, end, slot.begin - end);
+    end = slot.end;
+  }
+  memory::zero_elements(whole, end, layout.numel - end);
+}
+
 class WholeGradients : public GradientStorage {
  public:
   explicit WholeGradients(const GradientContext& context) : context_(context) {}
@@ -140,7 +151,7 @@ class ShardedGradients final : public GradientStorage {
     if (!opened) {
       const BucketEntry& entry = context_.table.bucket(bucket);
       opened = pool_->take(entry.layout.numel, entry.options);
-      memory::zero_elements(opened.tensor, 0, entry.layout.numel);
+      zero_between_slots(opened.tensor, context_.table, bucket);
     }
     return opened.tensor;
   }

@@ -18,7 +18,8 @@ class GradientStorage {
  public:
   virtual ~GradientStorage() = default;
 
-  // The bucket's whole gradient, to accumulate in; zeroed when it was not open.
+  // The bucket's whole gradient, to accumulate in. When it was not open, zero between
+  // the slots of parameters, and anything in them.
   virtual const at::Tensor& open(int64_t bucket) = 0;
   virtual bool is_open(int64_t bucket) const = 0;
 

@@ -7,6 +7,17 @@
 #include <ATen/core/grad_mode.h>
 
 namespace zero::sharding {
+namespace {
+
+// Element for element in the order of memory.
+bool same_memory_format(const at::Tensor& one, const at::Tensor& other) {
+  return one.layout() == at::kStrided && one.dtype() == other.dtype() &&
+      one.device() == other.device() && one.sizes() == other.sizes() &&
+      one.strides() == other.strides() && !one.is_conj() && !one.is_neg() &&
+      !one._is_zerotensor() && !one.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+} // namespace
 
 GradientManager::GradientManager(
     ParameterTable& table,
@@ -109,8 +120,9 @@ int64_t GradientManager::before_accumulate(int64_t index) {
   return opened ? backward_ : 0;
 }
 
-// Makes `.grad` the slot in the open bucket: zeroed, or with what this rank has
-// accumulated so far.
+// Where something is to be added to, makes `.grad` the slot in the open bucket: with
+// what this rank has accumulated so far, or zeroed. The first gradient of a slot is
+// left to autograd, which need not add it to anything.
 void GradientManager::take_slot(int64_t index) {
   Slot& slot = slots_[index];
   const layout::Slot& place = table_.entry(index).slot;
@@ -124,24 +136,52 @@ void GradientManager::take_slot(int64_t index) {
   } else {
     slot.kept = slot.kept && buckets_[place.bucket].late;
   }
-  const bool fresh = !storage_->is_open(place.bucket);
-  if (fresh) {
-    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight() ||
-           (!in_flight_.empty() && buckets_[in_flight_.front()].work->done())) {
-      wait_oldest();
-    }
+  if (!grad.defined()) {
+    slot.state = GradientState::none;
+    return;
   }
-  const at::Tensor& whole = storage_->open(place.bucket);
+  const at::Tensor& whole = open(place.bucket);
   slot.view.point_to(whole, place.offset);
-  if (!fresh) {
+  if (ours) {
     memory::zero_elements(whole, place.offset, place.numel);
-  }
-  if (grad.defined() && !ours) {
+  } else {
     const at::NoGradGuard no_grad;
     slot.alias.copy_(grad.detach());
   }
   grad = slot.alias;
   slot.state = GradientState::local;
+}
+
+// What autograd made `.grad`, if not the slot, goes into the slot: a first gradient,
+// or one that create_graph=True put in the place of the sum.
+void GradientManager::fill_slot(int64_t index) {
+  Slot& slot = slots_[index];
+  at::Tensor& grad = grad_of(index);
+  if (!grad.defined() || grad.is_same(slot.alias)) {
+    return;
+  }
+  const layout::Slot& place = table_.entry(index).slot;
+  const at::Tensor& whole = open(place.bucket);
+  slot.view.point_to(whole, place.offset);
+  if (same_memory_format(grad, slot.alias)) {
+    memory::copy_elements(whole, place.offset, grad, 0, place.numel);
+  } else {
+    const at::NoGradGuard no_grad;
+    slot.alias.copy_(grad.layout() == at::kStrided ? grad.detach() : grad.detach().to_dense());
+  }
+  grad = slot.alias;
+  slot.state = GradientState::local;
+}
+
+// The bucket's whole gradient, of which what lies between the slots is zero.
+const at::Tensor& GradientManager::open(int64_t bucket) {
+  if (!storage_->is_open(bucket)) {
+    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight() ||
+           (!in_flight_.empty() && buckets_[in_flight_.front()].work->done())) {
+      wait_oldest();
+    }
+  }
+  return storage_->open(bucket);
 }
 
 void GradientManager::put_aside(int64_t bucket, int64_t index) {
@@ -155,13 +195,7 @@ void GradientManager::put_aside(int64_t bucket, int64_t index) {
 int64_t GradientManager::after_accumulate(int64_t index) {
   const std::lock_guard lock(mutex_);
   Slot& slot = slots_[index];
-  at::Tensor& grad = grad_of(index);
-  if (grad.defined() && !grad.is_same(slot.alias)) {
-    // create_graph=True replaces `.grad` instead of adding to it.
-    const at::NoGradGuard no_grad;
-    slot.alias.copy_(grad.detach());
-    grad = slot.alias;
-  }
+  fill_slot(index);
   int64_t complete = -1;
   if (!slot.seen) {
     slot.seen = true;
@@ -200,16 +234,13 @@ void GradientManager::seal(int64_t bucket, bool* add) {
     }
     *add = *add || slot.kept || slot.state == GradientState::reduced;
   }
-  const bool fresh = !storage_->is_open(bucket);
   const at::Tensor& whole = storage_->open(bucket);
   for (const int64_t index : parameters) {
     Slot& slot = slots_[index];
     const layout::Range range = table_.entry(index).slot.range();
     if (slot.state != GradientState::local) {
       put_aside(bucket, index);
-      if (!fresh) {
-        memory::zero_elements(whole, range.begin, range.size());
-      }
+      memory::zero_elements(whole, range.begin, range.size());
     }
     if (*add && !slot.kept) {
       storage_->drop(bucket, range);
@@ -256,11 +287,7 @@ void GradientManager::reopen(int64_t bucket) {
   wait_for(bucket);
   const int64_t numel = table_.bucket(bucket).layout.numel;
   storage_->keep(bucket, {0, numel});
-  const bool fresh = !storage_->is_open(bucket);
-  const at::Tensor& whole = storage_->open(bucket);
-  if (!fresh) {
-    memory::zero_elements(whole, 0, numel);
-  }
+  memory::zero_elements(storage_->open(bucket), 0, numel);
   buckets_[bucket].late = true;
   buckets_[bucket].launched = false;
   for (const int64_t index : table_.bucket(bucket).layout.parameters) {

@@ -102,6 +102,8 @@ class GradientManager {
   at::Tensor& grad_of(int64_t index) const;
   void begin_backward();
   void take_slot(int64_t index);
+  void fill_slot(int64_t index);
+  const at::Tensor& open(int64_t bucket);
   void put_aside(int64_t bucket, int64_t index);
   void launch_complete();
   void launch(int64_t bucket);

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <zero/comm/blocking.h>
+#include <zero/comm/error_text.h>
 
 namespace zero::sharding {
 namespace {
@@ -152,19 +153,21 @@ void ParameterGather::fail(int64_t bucket, const char* operation, const std::str
   }
 }
 
-void ParameterGather::Flight::before_use(const char* operation) noexcept {
+bool ParameterGather::Flight::before_use(const char* operation) noexcept {
   if (getpid() != gather_.process_) {
-    return; // the operation raises the view's own message
+    return true; // the operation raises the view's own message
   }
   try {
     gather_.before_wait_();
     gather_.wait(bucket_);
-  } catch (const std::exception& error) {
+    return true;
+  } catch (...) {
     try {
-      gather_.fail(bucket_, operation, error.what());
+      gather_.fail(bucket_, operation, comm::text_of(std::current_exception()));
     } catch (...) { // NOLINT(bugprone-empty-catch): the view's own message stays
     }
   }
+  return false;
 }
 
 } // namespace zero::sharding

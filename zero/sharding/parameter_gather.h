@@ -46,7 +46,7 @@ class ParameterGather {
   class Flight final : public memory::OnUse {
    public:
     Flight(ParameterGather& gather, int64_t bucket) : gather_(gather), bucket_(bucket) {}
-    void before_use(const char* operation) noexcept override;
+    bool before_use(const char* operation) noexcept override;
 
    private:
     ParameterGather& gather_;

@@ -87,7 +87,7 @@ class ParameterManager {
   class Unit final : public memory::OnUse {
    public:
     Unit(ParameterManager& manager, int64_t index) : manager_(manager), index_(index) {}
-    void before_use(const char* operation) noexcept override;
+    bool before_use(const char* operation) noexcept override;
     void before_view(const char* /*operation*/) noexcept override {}
     void while_open() noexcept override;
     void before_write(const c10::StorageImpl* storage, const char* operation) noexcept override;

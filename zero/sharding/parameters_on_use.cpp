@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include <zero/comm/blocking.h>
+#include <zero/comm/error_text.h>
 
 namespace zero::sharding {
 
@@ -14,13 +15,13 @@ bool ParameterManager::gathers_now(bool backward) const {
   return always_ || backward || depth_ > 0 || c10::GradMode::is_enabled();
 }
 
-void ParameterManager::Unit::before_use(const char* operation) noexcept {
+bool ParameterManager::Unit::before_use(const char* operation) noexcept {
   if (getpid() != manager_.process_) {
-    return; // the operation raises the view's own message
+    return true; // the operation raises the view's own message
   }
   const bool backward = manager_.inside_backward_();
   if (!manager_.gathers_now(backward)) {
-    return;
+    return true;
   }
   const comm::BlockingScope blocking;
   std::string cause;
@@ -28,12 +29,13 @@ void ParameterManager::Unit::before_use(const char* operation) noexcept {
     manager_.before_use_();
     const std::lock_guard lock(manager_.mutex_);
     manager_.use(index_, backward);
-    return;
-  } catch (const std::exception& error) {
-    cause = error.what();
+    return true;
+  } catch (...) {
+    cause = comm::text_of(std::current_exception());
   }
   const std::lock_guard lock(manager_.mutex_);
   manager_.fail(index_, operation, cause);
+  return false;
 }
 
 // A unit that was still whole is used: what comes after it is expected to do so
