@@ -50,7 +50,7 @@ def test_bits_are_those_of_the_group(world: int) -> None:
     run(_same_bits, world)
 
 
-class _Mine(Exception):
+class _OwnError(Exception):
     pass
 
 
@@ -64,12 +64,12 @@ class _Raises:
 
     def _after_forward(self, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
         if self.armed and self._where == "forward":
-            raise _Mine
+            raise _OwnError
         if self.armed and self._where == "backward" and output.requires_grad:
             output.register_hook(self._raise)
 
     def _raise(self, gradient: torch.Tensor) -> None:
-        raise _Mine
+        raise _OwnError
 
 
 def _with_failures(
@@ -90,7 +90,7 @@ def _with_failures(
             loss_of(model, batch(done, rank)).backward()
             opt.step()
             done += 1
-        except (_Mine, RuntimeError) as error:
+        except (_OwnError, RuntimeError) as error:
             errors.append(error)
         opt.zero_grad()
     raises.armed = False
@@ -116,11 +116,10 @@ def _goes_on(rank: int, world: int, stage: int, where: str) -> None:
         got, errors = _with_failures(rank, stage, where, bad)
         assert_equal(got, want)
         if bad is _one_rank:
-            assert rank != 1 or [type(error) for error in errors] == [_Mine] * 3
+            assert rank != 1 or [type(error) for error in errors] == [_OwnError] * 3
         for error in errors:
-            assert isinstance(error, _Mine) or f"its {where} was left by an exc" in str(error), (
-                error
-            )
+            told = f"its {where} was left by an exception" in str(error)
+            assert told or isinstance(error, _OwnError), error
 
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (3, 2), (2, 3), (3, 3)])
@@ -143,7 +142,7 @@ def _keeps_gradients(rank: int, world: int) -> None:
         loss_of(model, batch(0, rank)).backward()
         if fails:
             raises.armed = rank == 1
-            with pytest.raises((_Mine, RuntimeError)):
+            with pytest.raises((_OwnError, RuntimeError)):
                 loss_of(model, batch(1, rank)).backward()
             raises.armed = False
         loss_of(model, batch(2, rank)).backward()
@@ -168,13 +167,16 @@ def _different_steps(rank: int, world: int, stage: int) -> None:
         opt.zero_grad()
 
     iteration(skip=False)
-    errors = []
-    for attempt in range(4):
+
+    def error_of(attempt: int) -> str:
         try:
             iteration(skip=rank == 1 and attempt == 0)
         except RuntimeError as error:
-            errors.append(str(error))
             opt.zero_grad()
+            return str(error)
+        return ""
+
+    errors = [error_of(attempt) for attempt in range(4)]
     assert any("ranks disagree" in text and "at step" in text for text in errors), errors
     assert any("different numbers of steps" in text for text in errors), errors
 
