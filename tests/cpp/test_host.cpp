@@ -23,7 +23,7 @@ namespace {
 
 constexpr uint64_t kSeed = 20240607;
 #ifdef __SANITIZE_THREAD__
-constexpr int64_t kPart = 10; // of the sequences: each takes so much longer
+constexpr int64_t kPart = 4; // of the sequences: each takes so much longer
 #elif defined(__SANITIZE_ADDRESS__)
 constexpr int64_t kPart = 2;
 #else

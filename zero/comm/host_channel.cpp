@@ -7,6 +7,7 @@
 #include <cstring>
 #include <ctime>
 #include <exception>
+#include <limits>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -94,8 +95,9 @@ void HostChannel::compare(bool all) const {
   OperationHeader first;
   int64_t first_rank = -1;
   for (int64_t rank = 0; rank < size(); ++rank) {
+    const bool posted = group_->slot(rank, channel_).posted.load() >= number_;
     const OperationHeader header = load_header(post_of(rank).header);
-    if (!all && header.sequence != number_) {
+    if (!all && (!posted || header.sequence != number_)) {
       continue; // not there yet
     }
     if (first_rank < 0) {
@@ -234,9 +236,12 @@ void HostChannel::check_peers(Counter counter, int64_t target) const {
 }
 
 void HostChannel::fail_late(Counter counter, int64_t target) const {
-  int64_t late = 0;
-  while (late == rank() || (group_->slot(late, channel_).*counter).load() >= target) {
-    late = late + 1 < size() ? late + 1 : 0;
+  int64_t late = rank() == 0 ? 1 : 0; // if all came just now
+  for (int64_t peer = 0; peer < size(); ++peer) {
+    if (peer != rank() && (group_->slot(peer, channel_).*counter).load() < target) {
+      late = peer;
+      break;
+    }
   }
   std::string meanwhile;
   for (int64_t peer = 0; peer < size(); ++peer) {
@@ -288,7 +293,8 @@ void HostChannel::fail_reading(int64_t peer, const std::string& cause) const {
   const auto deadline = Clock::now() + kDyingTime;
   while (Clock::now() < deadline) {
     check_given_up();
-    check_peers(&HostSlot::taken, count(&HostSlot::taken) + 1);
+    // Any peer, also one that has read all that it wanted.
+    check_peers(&HostSlot::taken, std::numeric_limits<int64_t>::max());
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   TORCH_CHECK_WITH(
@@ -320,7 +326,9 @@ void HostChannel::give_up(const std::string& why) noexcept {
 
 void HostChannel::interrupt() {
   interrupted_.store(true);
+  own_.closed.store(1); // operations that the user keeps may keep this alive
   group_->ring(rank(), channel_);
+  group_->ring_others(channel_);
 }
 
 bool HostChannel::behind(int64_t submitted) const {

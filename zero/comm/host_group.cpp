@@ -195,6 +195,7 @@ std::string HostGroup::why(int64_t rank) const {
 }
 
 void HostGroup::give_up(int64_t epoch, const std::string& why) noexcept {
+  const std::lock_guard lock(giving_up_); // channels fail at the same time
   HostMember& own = segment_->member(rank_);
   if (own.failed.load() > epoch || !in_own_process()) {
     return;

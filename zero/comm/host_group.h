@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -93,6 +94,7 @@ class HostGroup {
   const int64_t rank_;
   const int64_t channels_;
   bool staged_ = false;
+  std::mutex giving_up_;
 };
 
 // Copies of what another thread or process may be writing: in atomic words.

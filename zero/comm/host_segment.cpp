@@ -88,9 +88,8 @@ HostSegment::~HostSegment() {
 }
 
 void HostSegment::close_file() {
-  if (file_ >= 0) {
-    close(file_);
-    file_ = -1;
+  if (const int file = file_.exchange(-1); file >= 0) { // ranks that are threads share it
+    close(file);
   }
 }
 

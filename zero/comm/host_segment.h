@@ -74,7 +74,7 @@ class HostSegment {
  private:
   HostSegment(int file, std::string address, int64_t ranks, int64_t channels);
 
-  int file_; // -1: closed
+  std::atomic<int> file_; // -1: closed
   const std::string address_;
   const int64_t ranks_;
   const int64_t channels_;
