@@ -21,7 +21,7 @@ BUILD = build/$(shell $(PYTHON) -c "from importlib.metadata import version; prin
 comma := ,
 SANITIZED = $(BUILD)-$(subst $(comma),-,$(SANITIZE))
 # torch is not instrumented: the thread sanitizer sees only what stays in ours.
-SANITIZED_TESTS = $(if $(findstring thread,$(SANITIZE)),-R "layout|memory",)
+SANITIZED_TESTS = $(if $(findstring thread,$(SANITIZE)),-R "layout|memory|host$$|host_recovery",)
 
 CPP = $(shell git ls-files -co --exclude-standard -- '*.h' '*.cpp')
 TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/kernels/*.cpp')

@@ -11,6 +11,11 @@ zero_target_defaults(zero_static)
 target_include_directories(zero_static PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
 target_link_libraries(zero_static PUBLIC zero_kernels gomp zero::torch)
 
+set(ZERO_TEST_THREADS 2)
+if(ZERO_SANITIZE MATCHES thread)
+  set(ZERO_TEST_THREADS 1) # the sanitizer does not see OpenMP's barriers
+endif()
+
 foreach(source IN LISTS ZERO_TEST_SOURCES)
   get_filename_component(name ${source} NAME_WE)
   add_executable(${name} ${source})
@@ -22,7 +27,7 @@ foreach(source IN LISTS ZERO_TEST_SOURCES)
   set_tests_properties(
     ${name}
     PROPERTIES TIMEOUT 300
-               ENVIRONMENT "OMP_NUM_THREADS=2"
+               ENVIRONMENT "OMP_NUM_THREADS=${ZERO_TEST_THREADS}"
                FAIL_REGULAR_EXPRESSION "No tests ran")
 endforeach()
 

@@ -9,7 +9,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
+#include <thread>
 
 using namespace zero::comm;
 using zero::test::below;
@@ -254,6 +256,35 @@ TEST_CASE("a rank that is stuck in the other channel is named with what it does 
         {"rank 1 did not take part in all_reduce of bucket 2",
          "within 1 s",
          "meanwhile on rank 1: in all_gather of unit 3 at step 7"});
+  });
+}
+
+TEST_CASE("of two channels that fail at once the others hear one whole reason") {
+  MeetingPoint point(2);
+  run_host_ranks(2, [&](int64_t rank, const Group& group) {
+    const auto channels = make_communicators_over("host", group, 60.0, 2);
+    for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
+      const std::vector<std::string> reasons{std::string(1500, 'a'), std::string(1500, 'b')};
+      if (rank == 0) {
+        std::atomic<int> ready{0};
+        const auto abort = [&](int64_t channel) {
+          for (++ready; ready < 2;) {
+          }
+          channels[channel]->abort(reasons[channel]);
+        };
+        std::thread other(abort, 1);
+        abort(0);
+        other.join();
+      } else {
+        const auto error = error_of([&] { channels[epoch % 2]->barrier({}); });
+        const bool first = error.find(" gave up: " + reasons[0] + " (in") != std::string::npos;
+        const bool second = error.find(" gave up: " + reasons[1] + " (in") != std::string::npos;
+        TORCH_CHECK(first || second, "epoch ", epoch, ": ", error);
+      }
+      channels[0]->recover();
+      channels[1]->recover();
+      point.meet();
+    }
   });
 }
 

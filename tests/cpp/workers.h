@@ -63,6 +63,10 @@ class Worker {
   void send(int signal) const {
     kill(pid_, signal);
   }
+  void say(const std::string& line) const {
+    const auto text = line + "\n";
+    TORCH_CHECK(write(input_, text.data(), text.size()) == static_cast<ssize_t>(text.size()));
+  }
   void end_input() {
     if (input_ >= 0) {
       close(input_);

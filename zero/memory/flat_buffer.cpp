@@ -24,6 +24,8 @@ namespace {
 // Larger buffers are mapped: zeroed pages that go back to the system when they are
 // freed, whatever the heap around them looks like.
 constexpr int64_t kMapped = int64_t{1} << 18;
+// Those are filled from end to end: huge pages cost no memory and fault seldom.
+constexpr int64_t kHuge = int64_t{1} << 22;
 
 struct Mapping {
   void* data;
@@ -50,6 +52,11 @@ c10::Storage map_storage(int64_t bytes) {
       bytes,
       " bytes of memory, got: ",
       std::strerror(errno));
+#ifdef MADV_HUGEPAGE
+  if (bytes >= kHuge) {
+    madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+  }
+#endif
   auto* mapping = new Mapping{data, static_cast<size_t>(bytes)};
   return c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(),

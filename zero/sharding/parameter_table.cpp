@@ -16,7 +16,7 @@ using FamilyKey =
 
 // At stage 3 buckets are parts of a unit, and come and go with backward: small
 // ones are let go sooner.
-constexpr int64_t kMostOfUnit = int64_t{8} << 20;
+constexpr int64_t kMostOfUnit = int64_t{4} << 20;
 
 FamilyKey family_of(const ParameterEntry& entry, bool by_unit) {
   const at::Tensor& tensor = entry.parameter.tensor;
