@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <fstream>
 #include <functional>
 #include <mutex>
 #include <stdexcept>
@@ -62,6 +63,16 @@ inline std::string contains_all(const std::string& text, const std::vector<std::
 inline void check_contains(const std::string& text, const std::vector<std::string>& parts) {
   const auto complaint = contains_all(text, parts);
   TORCH_CHECK(complaint.empty(), complaint);
+}
+
+// Mappings of a process ("self", "4711") whose file has `part` in its name.
+inline int64_t mappings_of(const std::string& process, const std::string& part) {
+  std::ifstream maps("/proc/" + process + "/maps");
+  int64_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find(part) == std::string::npos ? 0 : 1;
+  }
+  return count;
 }
 
 // Runs `body` on `size` threads and joins them. Throws the exception that came

@@ -298,14 +298,14 @@ TEST_CASE("nobody reads a rank's memory after its operation has failed") {
     Generator own(rank);
     for (int64_t epoch = 0; epoch < kEpochs / 2; ++epoch) {
       const int64_t who = epoch % 3;
-      const int64_t count = 3 * (50000 + below(common, 200000));
+      const int64_t count = 3 * (200000 + below(common, 800000));
       auto whole = at::ones({count});
       auto gathered = at::empty({count});
       auto reduce = channels[0]->all_reduce(whole, {}, {});
       auto gather =
           channels[1]->all_gather(gathered, gathered.narrow(0, rank * count / 3, count / 3), {});
       if (rank == who) {
-        sleep_for_microseconds(below(own, 1500));
+        sleep_for_microseconds(below(own, 4000));
         channels[below(own, 2)]->abort("enough");
       }
       const bool reduced = error_of([&] { reduce->wait(); }).empty();

@@ -224,3 +224,15 @@ def _one_host_is_asked_for(rank: int, world: int) -> None:
 
 def test_the_transport_is_an_option_and_is_reported() -> None:
     run(_one_host_is_asked_for, 2)
+
+
+def _different_choices(rank: int, world: int) -> None:
+    config = zero.ZeroConfig(transport="host" if rank == 1 else "group", timeout=30.0)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"got group on rank 0 and host on rank 1"):
+        zero.ZeroOptimizer(nn.Linear(2, 2), stage=1, config=config)
+    assert time.monotonic() - began < 10.0
+
+
+def test_ranks_that_choose_different_transports_are_named() -> None:
+    run(_different_choices, 2)

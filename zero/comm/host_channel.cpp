@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <ctime>
 #include <exception>
@@ -208,18 +209,9 @@ void HostChannel::check_peers(Counter counter, int64_t target) const {
     if ((slot.*counter).load() >= target) {
       continue; // it came, and left
     }
-    TORCH_CHECK_WITH(
-        DistBackendError,
-        !dead,
-        "[zero.comm] ",
-        group_->name(peer),
-        " died during ",
-        description_,
-        " (rank ",
-        rank(),
-        " of ",
-        size(),
-        " was waiting); see its own output, or the kernel's log if it ran out of memory");
+    if (dead) {
+      fail_dead(peer);
+    }
     TORCH_CHECK_WITH(
         DistBackendError,
         !gone,
@@ -233,6 +225,21 @@ void HostChannel::check_peers(Counter counter, int64_t target) const {
         size(),
         " was waiting); it ended or failed first: see its own error");
   }
+}
+
+void HostChannel::fail_dead(int64_t peer) const {
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      false,
+      "[zero.comm] ",
+      group_->name(peer),
+      " died during ",
+      description_,
+      " (rank ",
+      rank(),
+      " of ",
+      size(),
+      " was waiting); see its own output, or the kernel's log if it ran out of memory");
 }
 
 void HostChannel::fail_late(Counter counter, int64_t target) const {
@@ -276,7 +283,7 @@ const char* HostChannel::view(int64_t peer, uint64_t address, int64_t bytes, cha
   try {
     return group_->memory().view(peer, address, bytes, scratch);
   } catch (const std::system_error& error) {
-    fail_reading(peer, error.what());
+    fail_reading(peer, error);
   }
 }
 
@@ -284,15 +291,19 @@ void HostChannel::copy(int64_t peer, uint64_t address, int64_t bytes, char* to) 
   try {
     group_->memory().copy(peer, address, bytes, to);
   } catch (const std::system_error& error) {
-    fail_reading(peer, error.what());
+    fail_reading(peer, error);
   }
 }
 
-// A process that ends loses its memory before it is seen to be gone.
-void HostChannel::fail_reading(int64_t peer, const std::string& cause) const {
+// A process that ends loses its memory first; it is seen to be gone when all of that
+// has been freed, which can take seconds.
+void HostChannel::fail_reading(int64_t peer, const std::system_error& cause) const {
   const auto deadline = Clock::now() + kDyingTime;
   while (Clock::now() < deadline) {
     check_given_up();
+    if (cause.code().value() == ESRCH) {
+      fail_dead(peer);
+    }
     // Any peer, also one that has read all that it wanted.
     check_peers(&HostSlot::taken, std::numeric_limits<int64_t>::max());
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -305,7 +316,7 @@ void HostChannel::fail_reading(int64_t peer, const std::string& cause) const {
       ", got an error (",
       where(),
       "); use transport=\"group\": ",
-      cause);
+      cause.what());
 }
 
 void HostChannel::fail(const std::string& why) noexcept {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <system_error>
 
 #include <zero/comm/host_group.h>
 #include <zero/comm/transport.h>
@@ -96,7 +97,8 @@ class HostChannel {
   void check_peers(Counter counter, int64_t target) const;
   void sleep(uint32_t bell) const;
   [[noreturn]] void fail_late(Counter counter, int64_t target) const;
-  [[noreturn]] void fail_reading(int64_t peer, const std::string& cause) const;
+  [[noreturn]] void fail_reading(int64_t peer, const std::system_error& cause) const;
+  [[noreturn]] void fail_dead(int64_t peer) const;
   std::string where() const;
 
   const std::shared_ptr<HostGroup> group_;

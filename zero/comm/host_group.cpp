@@ -195,9 +195,12 @@ std::string HostGroup::why(int64_t rank) const {
 }
 
 void HostGroup::give_up(int64_t epoch, const std::string& why) noexcept {
+  if (!in_own_process()) {
+    return;
+  }
   const std::lock_guard lock(giving_up_); // channels fail at the same time
   HostMember& own = segment_->member(rank_);
-  if (own.failed.load() > epoch || !in_own_process()) {
+  if (own.failed.load() > epoch) {
     return;
   }
   const size_t length = std::min(why.size(), own.why.size() - 1);

@@ -11,8 +11,13 @@ namespace {
 
 struct Stat {
   char state = '\0'; // of /proc/<pid>/stat; 0: there is no such process
+  uint64_t flags = 0;
   uint64_t start_time = 0;
 };
+
+// Of the kernel's flags: it has begun to exit. Until it has freed its memory, which
+// can take seconds, the state still is that of a running process.
+constexpr uint64_t kExiting = 0x4;
 
 Stat stat_of(int64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
@@ -26,12 +31,16 @@ Stat stat_of(int64_t pid) {
   std::istringstream fields(text.substr(name_end + 1));
   Stat stat;
   fields >> stat.state;
-  constexpr int kBetween = 18; // state is field 3, starttime field 22
   std::string skipped;
-  for (int i = 0; i < kBetween; ++i) {
-    fields >> skipped;
-  }
-  fields >> stat.start_time;
+  const auto skip = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      fields >> skipped;
+    }
+  };
+  skip(5); // state is field 3
+  fields >> stat.flags; // field 9
+  skip(12);
+  fields >> stat.start_time; // field 22
   return stat;
 }
 
@@ -57,7 +66,7 @@ HostProcess this_process() {
 bool is_running(const HostProcess& process) {
   const Stat stat = stat_of(process.pid);
   return stat.state != '\0' && stat.state != 'Z' && stat.state != 'X' &&
-      stat.start_time == process.start_time;
+      (stat.flags & kExiting) == 0 && stat.start_time == process.start_time;
 }
 
 } // namespace zero::comm

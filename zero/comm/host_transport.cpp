@@ -100,6 +100,12 @@ void HostTransport::move(
   }
   if (!group.staged()) {
     channel_.advance(&HostSlot::taken);
+  }
+}
+
+// Until then they read this rank's memory.
+void HostTransport::await_readers() {
+  if (!channel_.group().staged()) {
     channel_.await(&HostSlot::taken, channel_.count(&HostSlot::taken));
   }
 }
@@ -156,6 +162,7 @@ void HostTransport::scatter_sums(const ReduceArguments& arguments) {
         }
       },
       [&](const Piece& current) { sum_piece(arguments, current, piece); });
+  await_readers();
 }
 
 // From posts that carry all of every rank's input.
@@ -236,6 +243,7 @@ void HostTransport::gather_shards(const GatherArguments& arguments, uint64_t add
   if (bytes > 0 && own != arguments.shard) {
     std::memcpy(own, arguments.shard, bytes);
   }
+  await_readers();
 }
 
 int64_t HostTransport::all_gather(const Opening& opening, const GatherArguments& arguments) {
@@ -280,6 +288,7 @@ int64_t HostTransport::broadcast(const Opening& opening, const at::Tensor& tenso
             read(root, post.address, current, data + current.begin);
           }
         });
+    await_readers();
   });
   return is_root ? (channel_.size() - 1) * bytes : 0;
 }
@@ -325,6 +334,7 @@ std::vector<at::Tensor> HostTransport::receive_messages(const at::Tensor& bytes)
           }
         }
       });
+  await_readers();
   return messages;
 }
 

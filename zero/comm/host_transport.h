@@ -64,6 +64,7 @@ class HostTransport final : public Transport {
       int64_t piece,
       const std::function<void(const Piece&, char* window)>& stage,
       const std::function<void(const Piece&)>& take);
+  void await_readers();
   void scatter_sums(const ReduceArguments& arguments);
   void sum_piece(const ReduceArguments& arguments, const Piece& piece, int64_t window_stride);
   void sum_inline(const ReduceArguments& arguments, int64_t shard, char* out, const char* addend);

@@ -13,6 +13,7 @@
 #include <zero/comm/group_transport.h>
 #include <zero/comm/host_transport.h>
 #include <zero/comm/local_communicator.h>
+#include <zero/comm/meeting.h>
 #include <zero/comm/milliseconds.h>
 #include <zero/comm/queued_communicator.h>
 #include <zero/comm/sigpipe.h>
@@ -26,6 +27,31 @@ using Store = c10::intrusive_ptr<c10d::Store>;
 
 c10::intrusive_ptr<c10d::Store> new_store(const Store& store, int64_t rank) {
   return c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
+}
+
+// Ranks that were told different things would wait for each other elsewhere.
+void compare_choices(
+    c10d::Store& store,
+    const Place& place,
+    const std::string& transport,
+    double timeout_seconds) {
+  const auto choices =
+      tell_all(store, "transport", place.rank, place.size, transport, timeout_seconds);
+  for (int64_t rank = 0; rank < place.size; ++rank) {
+    TORCH_CHECK_VALUE(
+        choices[rank] == choices[0],
+        "[zero.comm] expected one transport on all ranks, got ",
+        choices[0],
+        " on rank 0 and ",
+        choices[rank],
+        " on rank ",
+        rank,
+        " (this is rank ",
+        place.rank,
+        " of ",
+        place.size,
+        ")");
+  }
 }
 
 Communicators over_host(const std::shared_ptr<HostGroup>& host, double timeout_seconds) {
@@ -86,10 +112,12 @@ Communicators make_communicators(
       "); make it with zero::init(), zero::make_gloo_group() or "
       "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
   const BlockingScope scope;
+  const auto meeting = new_store(store, place.rank);
+  compare_choices(*meeting, place, transport, timeout_seconds);
   if (transport != "group") {
     std::string why_not;
-    const auto host = HostGroup::connect(
-        *new_store(store, place.rank), place.rank, place.size, count, timeout_seconds, &why_not);
+    const auto host =
+        HostGroup::connect(*meeting, place.rank, place.size, count, timeout_seconds, &why_not);
     if (host) {
       return over_host(host, timeout_seconds);
     }

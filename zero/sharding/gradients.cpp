@@ -173,11 +173,12 @@ void GradientManager::fill_slot(int64_t index) {
   slot.state = GradientState::local;
 }
 
-// The bucket's whole gradient, of which what lies between the slots is zero.
+// The bucket's whole gradient, of which what lies between the slots is zero. How many
+// are held at once must not depend on how fast reductions are: the peak is the same
+// in every step.
 const at::Tensor& GradientManager::open(int64_t bucket) {
   if (!storage_->is_open(bucket)) {
-    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight() ||
-           (!in_flight_.empty() && buckets_[in_flight_.front()].work->done())) {
+    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
       wait_oldest();
     }
   }
