@@ -41,8 +41,8 @@ struct Options {
   bool cast_forward_inputs = false;
   // True: the mean of the ranks' gradients; false: their sum.
   bool average = true;
-  // "auto", "group" (the process group's backend) or "host" (shared memory,
-  // not built yet).
+  // "host": ranks of one host read each other's memory; "group": point to point over
+  // Gloo; "auto": the first where all ranks are on one host, else the second.
   std::string transport = "auto";
   // Seconds that a rank waits for its peers before it raises an error.
   double timeout = 600.0;

@@ -54,7 +54,8 @@ class ZeroConfig:
     average: bool = True
     """True: the mean of the ranks' gradients; False: their sum."""
     transport: str = "auto"
-    """"auto", "group" (the process group's backend) or "host" (shared memory: not built yet)."""
+    """"host": ranks of one host read each other's memory; "group": point to point over Gloo;
+    "auto": the first where all ranks are on one host, else the second."""
     timeout: float = 600.0
     """Seconds that a rank waits for its peers before it raises an error."""
     on_nonfinite: str = "ignore"

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -145,6 +146,7 @@ class GradientManager {
   bool active_sync_ = true;
   int64_t backward_ = 0; // number of the one that is open, or was last
   std::atomic<int64_t> abandoned_ = 0; // number of one that was lost
+  std::exception_ptr lost_; // why gradients are not to be used, until they are zeroed
   int64_t steps_ = 0;
 };
 

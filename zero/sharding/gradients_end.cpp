@@ -38,6 +38,7 @@ void GradientManager::end_backward(int64_t backward) {
       finish_reduction();
     } catch (...) {
       abandoned_ = backward_;
+      lost_ = std::current_exception();
       throw;
     }
   }
@@ -158,12 +159,13 @@ void GradientManager::reset_backward() {
 // what they launched completes, and the next iteration is clean.
 void GradientManager::recover_if_abandoned() {
   if (active_ && abandoned_ == backward_) {
-    settle_in_flight();
+    while (!in_flight_.empty()) {
+      wait_oldest();
+    }
     reset_backward();
   }
 }
 
-// What failed says so at the next operation.
 void GradientManager::settle_in_flight() {
   for (const int64_t bucket : in_flight_) {
     buckets_[bucket].work->settle();
@@ -186,6 +188,7 @@ bool GradientManager::intact() const {
 void GradientManager::discard() {
   const std::lock_guard lock(mutex_);
   settle_in_flight();
+  lost_ = nullptr;
   storage_->close_all();
   for (int64_t i = 0; i < table_.size(); ++i) {
     Slot& slot = slots_[i];
@@ -214,6 +217,9 @@ void GradientManager::reset_order() {
 
 void GradientManager::flush() {
   const std::lock_guard lock(mutex_);
+  if (lost_) {
+    std::rethrow_exception(lost_);
+  }
   recover_if_abandoned();
   const bool local = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
     return slot.state == GradientState::local;
@@ -227,7 +233,11 @@ void GradientManager::flush() {
 
 void GradientManager::zero(bool set_to_none) {
   const std::lock_guard lock(mutex_);
-  recover_if_abandoned();
+  if (active_ && abandoned_ == backward_) {
+    settle_in_flight(); // what failed says so at the next operation
+    reset_backward();
+  }
+  lost_ = nullptr;
   for (int64_t i = 0; i < table_.size(); ++i) {
     Slot& slot = slots_[i];
     at::Tensor& grad = grad_of(i);
