@@ -20,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <zero/comm/error_text.h>
 #include <zero/comm/init.h>
 
 namespace zero::test {
@@ -27,25 +28,13 @@ namespace zero::test {
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using RankBody = std::function<void(int64_t rank, const Group& group)>;
 
-inline std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& other) {
-    return other.what();
-  } catch (...) {
-    return "an unknown exception";
-  }
-}
-
 // What `body` throws, as text; empty if it does not.
 template <typename Body>
 std::string error_of(Body&& body) {
   try {
     body();
   } catch (...) {
-    return message_of(std::current_exception());
+    return comm::text_of(std::current_exception());
   }
   return {};
 }
@@ -85,7 +74,7 @@ void run_threads(int64_t size, const Body& body) {
     try {
       body(rank);
     } catch (...) {
-      const auto text = message_of(std::current_exception());
+      const auto text = comm::text_of(std::current_exception());
       const std::lock_guard lock(mutex);
       if (first_error.empty()) {
         first_error = "rank " + std::to_string(rank) + " of " + std::to_string(size) + ": " + text;

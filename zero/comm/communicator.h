@@ -1,9 +1,9 @@
 #pragma once
 
 // Who talks. A Communicator carries asynchronous collectives between the ranks
-// of one private group. Every call but those that say otherwise is collective: all ranks make the
-// same calls in the same order with equal arguments. Ranks that don't get an error that names both
-// operations.
+// of one private group. Calls are collective unless they say otherwise or only ask
+// something of this rank: all ranks make the same calls in the same order with equal
+// arguments. Ranks that don't get an error that names both operations.
 
 #include <cstdint>
 #include <memory>

@@ -104,7 +104,6 @@ void OperationQueue::wait_for(const Operation& operation) {
 
 void OperationQueue::work() {
   Lock lock(mutex_);
-  working_ = true;
   while (true) {
     work_left_.wait(lock, [this] { return may_drive() || (stopping_ && queue_.empty()); });
     if (queue_.empty()) {
@@ -112,8 +111,6 @@ void OperationQueue::work() {
     }
     run_next(lock);
   }
-  working_ = false;
-  changed_.notify_all();
 }
 
 void OperationQueue::stop() {

@@ -76,7 +76,6 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   std::deque<OperationPtr> queue_;
   bool driven_ = false; // some thread is in run()
   bool stopping_ = false;
-  bool working_ = false;
   int64_t submitted_ = 0; // since the last recovery
   std::string failure_; // the first error; empty: none
   Traffic traffic_;

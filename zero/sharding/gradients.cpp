@@ -178,9 +178,7 @@ void GradientManager::fill_slot(int64_t index) {
 // in every step.
 const at::Tensor& GradientManager::open(int64_t bucket) {
   if (!storage_->is_open(bucket)) {
-    while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
-      wait_oldest();
-    }
+    make_room();
   }
   return storage_->open(bucket);
 }
@@ -303,6 +301,12 @@ void GradientManager::wait_for(int64_t bucket) {
     waited.work = nullptr;
     storage_->finish(bucket);
     std::erase(in_flight_, bucket);
+  }
+}
+
+void GradientManager::make_room() {
+  while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
+    wait_oldest();
   }
 }
 

@@ -112,6 +112,7 @@ class GradientManager {
   void reopen(int64_t bucket);
   void wait_for(int64_t bucket);
   void wait_oldest();
+  void make_room();
   void settle_in_flight();
   void show_reduced(int64_t index);
   void finish_reduction();
@@ -125,6 +126,7 @@ class GradientManager {
   void adopt_order(const std::vector<int64_t>& order);
   void reset_backward();
   void reset_order();
+  bool lost_backward() const; // one is open that ended in an exception
   void recover_if_abandoned();
   std::string reduced_message(int64_t index) const;
 

@@ -55,9 +55,7 @@ void GradientManager::finish_reduction() {
       if (buckets_[bucket].late) {
         continue; // its second reduction comes once all ranks know of it
       }
-      while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
-        wait_oldest();
-      }
+      make_room();
       launch(bucket);
     }
   }
@@ -155,10 +153,14 @@ void GradientManager::reset_backward() {
   active_ = false;
 }
 
+bool GradientManager::lost_backward() const {
+  return active_ && abandoned_ == backward_;
+}
+
 // A backward ended in an exception. If it did so on all ranks at the same point,
 // what they launched completes, and the next iteration is clean.
 void GradientManager::recover_if_abandoned() {
-  if (active_ && abandoned_ == backward_) {
+  if (lost_backward()) {
     while (!in_flight_.empty()) {
       wait_oldest();
     }
@@ -177,7 +179,7 @@ void GradientManager::settle_in_flight() {
 
 bool GradientManager::idle() const {
   const std::lock_guard lock(mutex_);
-  return !active_ || abandoned_ == backward_;
+  return !active_ || lost_backward();
 }
 
 bool GradientManager::intact() const {
@@ -233,7 +235,7 @@ void GradientManager::flush() {
 
 void GradientManager::zero(bool set_to_none) {
   const std::lock_guard lock(mutex_);
-  if (active_ && abandoned_ == backward_) {
+  if (lost_backward()) {
     settle_in_flight(); // what failed says so at the next operation
     reset_backward();
   }
