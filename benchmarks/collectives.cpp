@@ -25,6 +25,7 @@
 
 #include <zero/comm/communicator.h>
 #include <zero/comm/init.h>
+#include <zero/memory/flat_buffer.h>
 
 namespace {
 
@@ -52,7 +53,8 @@ struct Case {
   }
 };
 
-// One set for all ways, so that none has the caches to itself.
+// Flat buffers as Zero has them (large ones in huge pages, where peers can read them),
+// and one set for all ways, so that none has the caches to itself.
 struct Buffers {
   at::Tensor whole;
   at::Tensor shard;
@@ -147,8 +149,15 @@ std::vector<Way> ways_of(const Ranks& ranks, const Case& work, const Buffers& bu
 
 // Written in full: pages that nobody has written share one page of zeros.
 Buffers make_buffers(const Ranks& ranks, const Case& work) {
+  const auto account = std::make_shared<zero::memory::Account>();
   const auto filled = [&](int64_t numel) {
-    return at::empty({numel}, at::TensorOptions(work.dtype)).fill_(0);
+    const zero::memory::FlatBuffer buffer(
+        numel,
+        at::TensorOptions(work.dtype),
+        zero::memory::Purpose::buffers,
+        account,
+        ranks.over_host->buffers().get());
+    return buffer.tensor().fill_(0);
   };
   return {filled(work.numel), filled(work.numel / ranks.size()), filled(work.numel)};
 }

@@ -12,6 +12,7 @@ set(ZERO_SOURCES
     zero/comm/failure_board.cpp
     zero/comm/gloo_group.cpp
     zero/comm/group_transport.cpp
+    zero/comm/host_arena.cpp
     zero/comm/host_channel.cpp
     zero/comm/host_group.cpp
     zero/comm/host_list.cpp
@@ -31,32 +32,41 @@ set(ZERO_SOURCES
     zero/layout/flat_layout.cpp
     zero/layout/units.cpp
     zero/memory/account.cpp
+    zero/memory/elements.cpp
     zero/memory/flat_buffer.cpp
     zero/memory/slab_pool.cpp
     zero/memory/slab_view.cpp
     zero/nn/module_tree.cpp
     zero/optim/engine.cpp
     zero/optim/engine_build.cpp
+    zero/optim/engine_gradients.cpp
     zero/optim/engine_inspect.cpp
     zero/optim/engine_recovery.cpp
     zero/optim/engine_report.cpp
     zero/optim/engine_units.cpp
     zero/optim/gradient_norm.cpp
+    zero/optim/gradient_stretches.cpp
+    zero/optim/loss_scaler.cpp
     zero/optim/native_step.cpp
+    zero/optim/nonfinite.cpp
     zero/optim/runs.cpp
     zero/optim/sharder.cpp
     zero/optim/zero_optimizer.cpp
     zero/options.cpp
     zero/sharding/agreement.cpp
+    zero/sharding/dtype_names.cpp
     zero/sharding/gradient_storage.cpp
     zero/sharding/gradients.cpp
     zero/sharding/gradients_end.cpp
+    zero/sharding/local_sums.cpp
+    zero/sharding/master_weights.cpp
     zero/sharding/optimizer_state.cpp
     zero/sharding/parameter_gather.cpp
     zero/sharding/parameter_table.cpp
     zero/sharding/parameters.cpp
     zero/sharding/parameters_on_use.cpp
     zero/sharding/parameters_whole.cpp
+    zero/sharding/reduced_shards.cpp
     zero/sharding/unit_schedule.cpp)
 
 set(ZERO_KERNEL_SOURCES
@@ -68,6 +78,7 @@ set(ZERO_KERNEL_VARIANT_SOURCE csrc/kernels/kernels_impl.cpp)
 set(ZERO_BINDING_SOURCES
     csrc/bindings/comm.cpp
     csrc/bindings/engine.cpp
+    csrc/bindings/engine_gradients.cpp
     csrc/bindings/layout.cpp
     csrc/bindings/module.cpp
     csrc/bindings/options.cpp
@@ -78,11 +89,15 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_comm_faults.cpp
     tests/cpp/test_engine.cpp
     tests/cpp/test_host.cpp
+    tests/cpp/test_host_arena.cpp
     tests/cpp/test_host_recovery.cpp
     tests/cpp/test_host_processes.cpp
     tests/cpp/test_kernels.cpp
+    tests/cpp/test_kernels_rules.cpp
+    tests/cpp/test_kernels_types.cpp
     tests/cpp/test_launch_environment.cpp
     tests/cpp/test_layout.cpp
+    tests/cpp/test_loss_scaler.cpp
     tests/cpp/test_memory.cpp
     tests/cpp/test_parity.cpp
     tests/cpp/test_stage3.cpp

@@ -29,16 +29,42 @@ void not_built(const char* name, const std::optional<std::string>& value) {
 }
 
 void check_unbuilt(const Options& options) {
-  not_built("param_dtype", options.param_dtype);
-  not_built("reduce_dtype", options.reduce_dtype);
-  not_built("output_dtype", options.output_dtype);
-  not_built("cast_forward_inputs", options.cast_forward_inputs, !options.cast_forward_inputs);
-  not_built("on_nonfinite", options.on_nonfinite, options.on_nonfinite == "ignore");
   not_built("sync_buffers", options.sync_buffers, !options.sync_buffers);
   not_built("step_in_backward", options.step_in_backward, !options.step_in_backward);
   not_built("offload", options.offload);
   not_built("shard_group", options.shard_group);
   not_built("replicate_group", options.replicate_group);
+}
+
+void check_dtype(const char* name, const std::optional<std::string>& dtype, bool only_float32) {
+  TORCH_CHECK_VALUE(
+      !dtype || *dtype == "float32" ||
+          (!only_float32 && (*dtype == "bfloat16" || *dtype == "float16")),
+      "[zero.options] expected ",
+      name,
+      " to be unset",
+      only_float32 ? " or float32" : ", float32, bfloat16 or float16",
+      ", got ",
+      dtype.value_or(""));
+}
+
+void check_dtypes(const Options& options) {
+  check_dtype("param_dtype", options.param_dtype, false);
+  check_dtype("reduce_dtype", options.reduce_dtype, false);
+  check_dtype("output_dtype", options.output_dtype, false);
+  check_dtype("master_dtype", options.master_dtype, true);
+  const auto param = options.param_dtype.value_or("float32");
+  const auto reduce = options.reduce_dtype.value_or(param);
+  TORCH_CHECK_VALUE(
+      param == "float32" || reduce == param || reduce == "float32",
+      "[zero.options] expected reduce_dtype to be float32 or param_dtype=",
+      param,
+      ", got ",
+      reduce);
+  TORCH_CHECK_VALUE(
+      !options.cast_forward_inputs || options.param_dtype,
+      "[zero.options] expected param_dtype with cast_forward_inputs, got none; it says what to "
+      "cast to");
 }
 
 void check_finite(const char* name, double value, double least, bool open = false) {
@@ -110,6 +136,7 @@ void Options::validate() const {
       on_nonfinite == "ignore" || on_nonfinite == "skip" || on_nonfinite == "raise",
       "[zero.options] expected on_nonfinite ignore, skip or raise, got ",
       on_nonfinite);
+  check_dtypes(*this);
   check_unbuilt(*this);
 }
 

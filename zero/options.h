@@ -34,9 +34,17 @@ struct Options {
   int64_t min_unit_numel = 8192;
   // Stage 3: most elements gathered at once; unlimited when unset.
   std::optional<int64_t> max_live_numel = {};
-  // Mixed precision (not built yet): names of dtypes.
+  // Mixed precision: "float32", "bfloat16" or "float16". What parameters become when
+  // they are wrapped; of 16 bits, fp32 masters of this rank's shard are what is stepped.
   std::optional<std::string> param_dtype = {};
+  // What each reduction of gradients is rounded to; by default the parameters' dtype.
+  // Gradients of fp32 are sent in 16 bits too, then. Sums over several backwards are
+  // of fp32 in any case.
   std::optional<std::string> reduce_dtype = {};
+  // "float32", and set: parameters of 16 bits have masters without param_dtype too.
+  std::optional<std::string> master_dtype = {};
+  // Python: the model's floating-point outputs and inputs are cast, the latter to
+  // param_dtype.
   std::optional<std::string> output_dtype = {};
   bool cast_forward_inputs = false;
   // True: the mean of the ranks' gradients; false: their sum.
@@ -46,7 +54,8 @@ struct Options {
   std::string transport = "auto";
   // Seconds that a rank waits for its peers before it raises an error.
   double timeout = 600.0;
-  // Not built yet: "skip" or "raise".
+  // A step that sees an inf or NaN in a gradient on any rank: "skip" leaves it out,
+  // "raise" throws, on all ranks, and nothing is changed; "ignore" does not look.
   std::string on_nonfinite = "ignore";
   // Not built yet: broadcast of buffers before each forward.
   bool sync_buffers = false;

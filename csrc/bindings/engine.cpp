@@ -1,29 +1,30 @@
 // The engine. Every method lets go of the GIL before the engine takes its mutex:
 // a thread that took them in the other order would deadlock.
 
-#include "bindings.h"
+#include "engine_class.h"
 
-#include <pybind11/stl.h>
 #include <pybind11/typing.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <zero/comm/init.h>
-#include <zero/optim/engine.h>
 
 namespace zero::bindings {
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Parameters = std::vector<std::tuple<std::string, at::Tensor, int64_t, int64_t>>;
+using Parameters = std::vector<std::tuple<std::string, at::Tensor, int64_t, int64_t, bool>>;
 using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
 
 std::vector<NamedParameter> named(Parameters parameters) {
   std::vector<NamedParameter> result;
   result.reserve(parameters.size());
-  for (auto& [name, tensor, group, unit] : parameters) {
+  for (auto& [name, tensor, group, unit, keeps_dtype] : parameters) {
     result.push_back(
-        {.name = std::move(name), .tensor = std::move(tensor), .group = group, .unit = unit});
+        {.name = std::move(name),
+         .tensor = std::move(tensor),
+         .group = group,
+         .unit = unit,
+         .keeps_dtype = keeps_dtype});
   }
   return result;
 }
@@ -87,12 +88,12 @@ Numbers report(const Engine& engine) {
   result["traffic"] = bytes_of(report.traffic);
   result["theory"] = theory;
   result["steps"] = report.steps;
+  result["nonfinite_steps"] = report.nonfinite_steps;
+  result["nonfinite_parameter"] = report.nonfinite_parameter;
   result["padding"] = report.padding;
   result["transport"] = report.transport;
   return result;
 }
-
-using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 void bind_identity(EngineClass& engine) {
   engine
@@ -162,12 +163,14 @@ void bind_training(EngineClass& engine) {
           &Engine::step,
           py::arg("rules"),
           NoGil(),
-          "[collective] One step by native rules, one rule a group.")
+          "[collective] One step by native rules, one rule a group. False: left out on all ranks\n"
+          "for a non-finite gradient.")
       .def(
           "begin_step",
           &Engine::begin_step,
           NoGil(),
-          "[collective] Opens a step by somebody else's rule: shard_gradient() is final.")
+          "[collective] Opens a step by somebody else's rule: shard_gradient() is final. False: "
+          "it is\nleft out on all ranks for a non-finite gradient, and not to be closed.")
       .def(
           "end_step",
           &Engine::end_step,
@@ -183,28 +186,20 @@ void bind_training(EngineClass& engine) {
           &Engine::shard_parameter,
           py::arg("index"),
           NoGil(),
-          "A one-dimensional view of this rank's part of a parameter; empty without one.")
+          "A one-dimensional view of this rank's part of a parameter, of its fp32 master where it\n"
+          "has one; empty without a part.")
       .def(
           "shard_gradient",
           &Engine::shard_gradient,
           py::arg("index"),
           NoGil(),
           "A one-dimensional view of this rank's part of the reduced gradient.")
-      .def("zero_grad", &Engine::zero_grad, py::arg("set_to_none"), NoGil())
       .def(
-          "grad_norm",
-          &Engine::grad_norm,
-          py::arg("norm_type"),
+          "stepping_gradient",
+          &Engine::stepping_gradient,
+          py::arg("index"),
           NoGil(),
-          "[collective] The norm of the whole gradient; the same bits on every rank.")
-      .def(
-          "clip_grad_norm",
-          &Engine::clip_grad_norm,
-          py::arg("max_norm"),
-          py::arg("norm_type"),
-          NoGil(),
-          "[collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm "
-          "before.")
+          "shard_gradient() in the dtype of shard_parameter(): a copy where it has another.")
       .def(
           "synchronize",
           &Engine::synchronize,
@@ -266,6 +261,19 @@ void bind_units(EngineClass& engine) {
 
 void bind_inspection(EngineClass& engine) {
   engine
+      .def(
+          "has_master",
+          &Engine::has_master,
+          py::arg("index"),
+          "Whether the parameter computes in 16 bits and has an fp32 master.")
+      .def(
+          "load_master",
+          &Engine::load_master,
+          py::arg("index"),
+          py::arg("whole"),
+          NoGil(),
+          "The master, where there is one, from a whole tensor, and the parameter from that. No\n"
+          "communication.")
       .def(
           "join_full_parameter",
           &Engine::join_full_parameter,
@@ -364,6 +372,7 @@ void init_engine(py::module_& module) {
   EngineClass engine(module, "Engine", "What carries a model through training; one per model.");
   bind_identity(engine);
   bind_training(engine);
+  bind_gradients(engine);
   bind_units(engine);
   bind_inspection(engine);
   bind_agreement(engine);

@@ -22,6 +22,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("max_live_numel", &Options::max_live_numel)
       .def_readwrite("param_dtype", &Options::param_dtype)
       .def_readwrite("reduce_dtype", &Options::reduce_dtype)
+      .def_readwrite("master_dtype", &Options::master_dtype)
       .def_readwrite("output_dtype", &Options::output_dtype)
       .def_readwrite("cast_forward_inputs", &Options::cast_forward_inputs)
       .def_readwrite("average", &Options::average)

@@ -141,4 +141,8 @@ double ExactSum::maximum() const {
   return (flags_ & kNan) != 0 ? std::numeric_limits<double>::quiet_NaN() : maximum_;
 }
 
+bool ExactSum::finite() const {
+  return wire().flags == 0 && std::isfinite(maximum_);
+}
+
 } // namespace zero::kernels

@@ -31,6 +31,9 @@ class ExactSum {
   // infinity if an infinity was.
   double total() const;
   double maximum() const;
+  // No infinity and no NaN was added or seen, and nothing was too large to be held
+  // (from 2^319 on).
+  bool finite() const;
 
  private:
   void normalize();

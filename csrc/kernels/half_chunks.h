@@ -62,11 +62,11 @@ inline void narrow(const float* from, uint16_t* to, int64_t count) {
   }
 }
 
-// Calls function(begin, count) for each chunk of [0, count).
+// Calls function(first, count) for each chunk of [begin, end).
 template <typename Function>
-void for_chunks(int64_t count, const Function& function) {
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    function(begin, std::min(kChunk, count - begin));
+void for_chunks(int64_t begin, int64_t end, const Function& function) {
+  for (int64_t first = begin; first < end; first += kChunk) {
+    function(first, std::min(kChunk, end - first));
   }
 }
 

@@ -16,18 +16,45 @@ namespace zero::kernels {
 
 enum class Type { f32, f64, bf16, f16 };
 
+// ---- sums over ranks ----
+
+// Equal types, or inputs of 16 bits and `out` and `addend` of fp32. Inputs need only
+// element alignment.
+struct Reduction {
+  Type type; // of the inputs
+  const void* const* inputs;
+  int64_t input_count;
+  Type out_type;
+  void* out; // may be the addend, and of equal types one of the inputs
+  const void* addend = nullptr; // null: no addition
+  double divisor = 1.0;
+};
+
 // out[i] = addend[i] + (inputs[0][i] + inputs[1][i] + ...) / divisor: summed in
 // the order of `inputs`, divided (not multiplied by an inverse), rounded to the
-// compute type, then added. `addend` may be null (no addition). `out` may be one
-// of the inputs or the addend. Inputs need only element alignment.
-void reduce_ranks(
-    Type type,
-    void* out,
-    const void* const* inputs,
-    int64_t input_count,
-    const void* addend,
-    double divisor,
-    int64_t count);
+// compute type, then added.
+void reduce_ranks(const Reduction& reduction, int64_t count);
+
+// ---- optimizers ----
+
+// A second buffer that takes the new parameters, rounded: the weights that models
+// compute with beside fp32 master weights.
+struct Copy {
+  Type type = Type::f32;
+  void* data = nullptr; // null: none
+};
+
+// Parameters and state have one type. Gradients have it too, and there is no copy,
+// unless the type is fp32: then gradient and copy may be fp32, bf16 or fp16.
+struct AdamBuffers {
+  void* param;
+  Type grad_type;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* max_exp_avg_sq = nullptr; // given: the amsgrad variant
+  Copy copy = {};
+};
 
 struct AdamArguments {
   double lr = 1e-3;
@@ -37,18 +64,21 @@ struct AdamArguments {
   double weight_decay = 0.0;
   bool decoupled = true; // AdamW: p *= 1 - lr * weight_decay; else g += weight_decay * p
   int64_t step = 1; // this step's number, from 1
+  bool maximize = false; // the gradient negated
 };
 
-// One pass of Adam or AdamW over parameters, gradients and both moments, all of
-// one type (torch.optim's formulas, bias corrections computed in fp64).
-void adam(
-    Type type,
-    void* param,
-    const void* grad,
-    void* exp_avg,
-    void* exp_avg_sq,
-    int64_t count,
-    const AdamArguments& arguments);
+// One pass of Adam or AdamW (torch.optim's formulas, bias corrections computed in
+// fp64).
+void adam(Type type, const AdamBuffers& buffers, int64_t count, const AdamArguments& arguments);
+
+// As for Adam.
+struct SgdBuffers {
+  void* param;
+  Type grad_type;
+  const void* grad;
+  void* momentum_buffer = nullptr; // may be null when momentum is 0
+  Copy copy = {};
+};
 
 struct SgdArguments {
   double lr = 1e-3;
@@ -57,24 +87,69 @@ struct SgdArguments {
   double weight_decay = 0.0;
   bool nesterov = false;
   bool first_step = true; // the momentum buffer becomes the gradient itself
+  bool maximize = false;
 };
 
-// `momentum_buffer` may be null when momentum is 0.
-void sgd(
-    Type type,
-    void* param,
-    const void* grad,
-    void* momentum_buffer,
-    int64_t count,
-    const SgdArguments& arguments);
+void sgd(Type type, const SgdBuffers& buffers, int64_t count, const SgdArguments& arguments);
+
+// As for Adam.
+struct LionBuffers {
+  void* param;
+  Type grad_type;
+  const void* grad;
+  void* exp_avg;
+  Copy copy = {};
+};
+
+struct LionArguments {
+  double lr = 1e-4;
+  double beta1 = 0.9; // of the update
+  double beta2 = 0.99; // of the moment
+  double weight_decay = 0.0; // decoupled: p *= 1 - lr * weight_decay
+  bool maximize = false;
+};
+
+// p -= lr * sign(beta1 * m + (1 - beta1) * g), where sign(0) is 0 and NaN stays NaN;
+// m = beta2 * m + (1 - beta2) * g.
+void lion(Type type, const LionBuffers& buffers, int64_t count, const LionArguments& arguments);
+
+// ---- one buffer, or two of different types ----
 
 // x[i] *= factor (factor rounded to the compute type first).
 void scale(Type type, void* x, double factor, int64_t count);
+
+// x[i] = min(max(x[i], low), high) with the bounds rounded to the type, as by
+// torch.clamp: NaN stays. The bounds themselves are no NaN.
+void clamp(Type type, void* x, double low, double high, int64_t count);
+
+// to[i] = from[i], rounded once. The buffers don't overlap, unless they are the same
+// and of one type.
+void convert(Type from_type, const void* from, Type to_type, void* to, int64_t count);
+
+// to[i] += from[i] in fp32 (fp64 is rounded to it first).
+void accumulate(Type from_type, const void* from, float* to, int64_t count);
+
+// Where to[i], rounded to the type, is not from[i] bit for bit, it becomes from[i].
+void follow(Type from_type, const void* from, float* to, int64_t count);
+
+// The index of the first infinity or NaN, or -1.
+int64_t first_nonfinite(Type type, const void* x, int64_t count);
+
+// ---- norms ----
 
 // Adds the p-th powers of |x[i]| to `sum` (p = infinity: the maximum). `count`
 // need not be whole blocks, but `x` starts a block of 64 bytes of the parameter's
 // flat layout, so that blocks are the same however a buffer is sharded: the block
 // sums are taken in fp64 in a fixed order, and added to each other exactly.
 void accumulate_norm(Type type, const void* x, int64_t count, double p, ExactSum& sum);
+
+// scale, then accumulate_norm of what that gives, in one pass.
+void scale_and_accumulate_norm(
+    Type type,
+    void* x,
+    double factor,
+    int64_t count,
+    double p,
+    ExactSum& sum);
 
 } // namespace zero::kernels

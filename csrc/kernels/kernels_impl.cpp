@@ -6,76 +6,131 @@
 
 #include <cmath>
 
-#include "csrc/kernels/elements.h"
-#include "csrc/kernels/half_chunks.h"
+#include "csrc/kernels/adam_loops.h"
+#include "csrc/kernels/element_loops.h"
+#include "csrc/kernels/momentum_loops.h"
 #include "csrc/kernels/norm_loops.h"
-#include "csrc/kernels/optimizer_loops.h"
 #include "csrc/kernels/reduce_loops.h"
 
 namespace zero::kernels::ZERO_KERNELS_NAMESPACE {
-namespace {
 
-template <typename E>
-void scale_elements(E, typename E::Storage* x, double factor, int64_t count) {
-  const auto by = static_cast<typename E::Compute>(factor);
-  for (int64_t i = 0; i < count; ++i) {
-    x[i] = E::store(E::load(x[i]) * by);
+void reduce_ranks(const Reduction& reduction, int64_t begin, int64_t end) {
+  switch (reduction.type) {
+  case Type::f32:
+    return reduce_range<Float32, Float32>(reduction, begin, end);
+  case Type::f64:
+    return reduce_range<Float64, Float64>(reduction, begin, end);
+  case Type::bf16:
+    return reduction.out_type == Type::f32
+        ? reduce_range<BFloat16, Float32>(reduction, begin, end)
+        : reduce_range<BFloat16, BFloat16>(reduction, begin, end);
+  case Type::f16:
+    return reduce_halves(reduction, begin, end);
   }
-}
-
-void scale_elements(Float16, uint16_t* x, double factor, int64_t count) {
-  Chunk chunk;
-  for_chunks(count, [&](int64_t first, int64_t length) {
-    widen(x + first, chunk.values, length);
-    scale_elements(Float32{}, chunk.values, factor, length);
-    narrow(chunk.values, x + first, length);
-  });
-}
-
-} // namespace
-
-void reduce_ranks(
-    Type type,
-    void* out,
-    const void* const* inputs,
-    int64_t input_count,
-    const void* addend,
-    double divisor,
-    int64_t begin,
-    int64_t end) {
-  const ReduceTask task{out, inputs, input_count, addend, divisor};
-  with_elements(type, [&](auto element) { reduce_range(element, task, begin, end); });
 }
 
 void adam(
     Type type,
-    void* param,
-    const void* grad,
-    void* exp_avg,
-    void* exp_avg_sq,
+    const AdamBuffers& buffers,
     int64_t begin,
     int64_t end,
     const AdamArguments& arguments) {
-  const AdamTask task{param, grad, exp_avg, exp_avg_sq};
-  with_elements(type, [&](auto element) { adam_elements(element, task, begin, end, arguments); });
+  const bool direct =
+      with_direct_elements(type, buffers.grad_type, buffers.copy, [&](auto element) {
+        adam_elements(element, buffers, begin, end, arguments);
+      });
+  if (!direct) {
+    adam_chunks(type, buffers, begin, end, arguments);
+  }
 }
 
 void sgd(
     Type type,
-    void* param,
-    const void* grad,
-    void* momentum_buffer,
+    const SgdBuffers& buffers,
     int64_t begin,
     int64_t end,
     const SgdArguments& arguments) {
-  const SgdTask task{param, grad, momentum_buffer};
-  with_elements(type, [&](auto element) { sgd_elements(element, task, begin, end, arguments); });
+  const MomentumBuffers x{
+      buffers.param, buffers.grad_type, buffers.grad, buffers.momentum_buffer, buffers.copy};
+  momentum_step(type, x, begin, end, arguments);
+}
+
+void lion(
+    Type type,
+    const LionBuffers& buffers,
+    int64_t begin,
+    int64_t end,
+    const LionArguments& arguments) {
+  const MomentumBuffers x{
+      buffers.param, buffers.grad_type, buffers.grad, buffers.exp_avg, buffers.copy};
+  momentum_step(type, x, begin, end, arguments);
 }
 
 void scale(Type type, void* x, double factor, int64_t begin, int64_t end) {
-  with_elements(type, [&](auto element) {
-    scale_elements(element, at<decltype(element)>(x, begin), factor, end - begin);
+  change_elements(type, x, begin, end, [factor](auto value) {
+    return value * static_cast<decltype(value)>(factor);
   });
+}
+
+void clamp(Type type, void* x, double low, double high, int64_t begin, int64_t end) {
+  change_elements(type, x, begin, end, [low, high](auto value) {
+    const auto least = static_cast<decltype(value)>(low);
+    const auto most = static_cast<decltype(value)>(high);
+    const auto raised = value < least ? least : value;
+    return raised > most ? most : raised;
+  });
+}
+
+void convert(Type from_type, const void* from, Type to_type, void* to, int64_t begin, int64_t end) {
+  if (from_type == to_type) {
+    with_elements(to_type, [&](auto element) {
+      using E = decltype(element);
+      std::memcpy(
+          at<E>(to, begin), at<E>(from, begin), (end - begin) * sizeof(typename E::Storage));
+    });
+  } else if (to_type == Type::f64) {
+    widen_to_doubles(from_type, from, at<Float64>(to, 0), begin, end);
+  } else {
+    convert_elements(from_type, from, to_type, to, begin, end);
+  }
+}
+
+void accumulate(Type from_type, const void* from, float* to, int64_t begin, int64_t end) {
+  Chunk chunk;
+  for_chunks(begin, end, [&](int64_t first, int64_t count) {
+    const float* const values = view_floats(from_type, from, first, count, chunk);
+    float* const sum = to + first;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) {
+      sum[i] += values[i];
+    }
+  });
+}
+
+void follow(Type from_type, const void* from, float* to, int64_t begin, int64_t end) {
+  Chunk given;
+  Chunk held;
+  alignas(64) double room[kChunk]; // of any type
+  for_chunks(begin, end, [&](int64_t first, int64_t count) {
+    const float* const values = view_floats(from_type, from, first, count, given);
+    float* const target = to + first;
+    write_floats(from_type, target, room, 0, count);
+    const float* const rounded = view_floats(from_type, room, 0, count, held);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) {
+      const bool same = std::bit_cast<uint32_t>(rounded[i]) == std::bit_cast<uint32_t>(values[i]);
+      target[i] = same ? target[i] : values[i];
+    }
+  });
+}
+
+int64_t first_nonfinite(Type type, const void* x, int64_t begin, int64_t end) {
+  int64_t found = end;
+  with_elements(type, [&](auto element) {
+    using E = decltype(element);
+    found = find_nonfinite<E>(at<E>(x, 0), begin, end);
+  });
+  return found;
 }
 
 void accumulate_norm(

@@ -7,37 +7,37 @@
 
 #include "csrc/kernels/kernels.h"
 
-#define ZERO_DECLARE_KERNELS(isa)                                                                 \
-  namespace zero::kernels::isa {                                                                  \
-  void reduce_ranks(                                                                              \
-      Type type,                                                                                  \
-      void* out,                                                                                  \
-      const void* const* inputs,                                                                  \
-      int64_t input_count,                                                                        \
-      const void* addend,                                                                         \
-      double divisor,                                                                             \
-      int64_t begin,                                                                              \
-      int64_t end);                                                                               \
-  void adam(                                                                                      \
-      Type type,                                                                                  \
-      void* param,                                                                                \
-      const void* grad,                                                                           \
-      void* exp_avg,                                                                              \
-      void* exp_avg_sq,                                                                           \
-      int64_t begin,                                                                              \
-      int64_t end,                                                                                \
-      const AdamArguments& arguments);                                                            \
-  void sgd(                                                                                       \
-      Type type,                                                                                  \
-      void* param,                                                                                \
-      const void* grad,                                                                           \
-      void* momentum_buffer,                                                                      \
-      int64_t begin,                                                                              \
-      int64_t end,                                                                                \
-      const SgdArguments& arguments);                                                             \
-  void scale(Type type, void* x, double factor, int64_t begin, int64_t end);                      \
-  void                                                                                            \
-  accumulate_norm(Type type, const void* x, double p, int64_t begin, int64_t end, ExactSum& sum); \
+namespace zero::kernels {
+
+// Of one stretch [begin, end).
+using ReduceStretch = void(const Reduction& reduction, int64_t begin, int64_t end);
+template <typename Buffers, typename Arguments>
+using OptimizerStretch =
+    void(Type type, const Buffers& buffers, int64_t begin, int64_t end, const Arguments& arguments);
+using ScaleStretch = void(Type type, void* x, double factor, int64_t begin, int64_t end);
+using ClampStretch = void(Type type, void* x, double low, double high, int64_t begin, int64_t end);
+using ConvertStretch =
+    void(Type from_type, const void* from, Type to_type, void* to, int64_t begin, int64_t end);
+using IntoFloatsStretch =
+    void(Type from_type, const void* from, float* to, int64_t begin, int64_t end);
+// Returns `end` where all is finite.
+using FirstNonfiniteStretch = int64_t(Type type, const void* x, int64_t begin, int64_t end);
+using NormStretch =
+    void(Type type, const void* x, double p, int64_t begin, int64_t end, ExactSum& sum);
+
+#define ZERO_DECLARE_KERNELS(isa)                    \
+  namespace isa {                                    \
+  ReduceStretch reduce_ranks;                        \
+  OptimizerStretch<AdamBuffers, AdamArguments> adam; \
+  OptimizerStretch<SgdBuffers, SgdArguments> sgd;    \
+  OptimizerStretch<LionBuffers, LionArguments> lion; \
+  ScaleStretch scale;                                \
+  ClampStretch clamp;                                \
+  ConvertStretch convert;                            \
+  IntoFloatsStretch accumulate;                      \
+  IntoFloatsStretch follow;                          \
+  FirstNonfiniteStretch first_nonfinite;             \
+  NormStretch accumulate_norm;                       \
   }
 
 ZERO_DECLARE_KERNELS(generic)
@@ -46,15 +46,19 @@ ZERO_DECLARE_KERNELS(avx512)
 
 #undef ZERO_DECLARE_KERNELS
 
-namespace zero::kernels {
-
 struct InstructionSet {
   const char* name;
-  decltype(&generic::reduce_ranks) reduce_ranks;
-  decltype(&generic::adam) adam;
-  decltype(&generic::sgd) sgd;
-  decltype(&generic::scale) scale;
-  decltype(&generic::accumulate_norm) accumulate_norm;
+  ReduceStretch* reduce_ranks;
+  OptimizerStretch<AdamBuffers, AdamArguments>* adam;
+  OptimizerStretch<SgdBuffers, SgdArguments>* sgd;
+  OptimizerStretch<LionBuffers, LionArguments>* lion;
+  ScaleStretch* scale;
+  ClampStretch* clamp;
+  ConvertStretch* convert;
+  IntoFloatsStretch* accumulate;
+  IntoFloatsStretch* follow;
+  FirstNonfiniteStretch* first_nonfinite;
+  NormStretch* accumulate_norm;
 };
 
 // Those that this processor has, the widest last.

@@ -68,15 +68,16 @@ void norm_elements(
 template <typename Power>
 void norm_elements(Float16, const uint16_t* x, int64_t count, const Power& power, ExactSum& sum) {
   Chunk chunk;
-  for_chunks(count, [&](int64_t first, int64_t length) {
+  for_chunks(0, count, [&](int64_t first, int64_t length) {
     widen(x + first, chunk.values, length);
     norm_range<Float32, 32>(chunk.values, length, power, sum);
   });
 }
 
-// Magnitudes are ordered as their bits are, with NaN above infinity.
+// The bits of the largest magnitude: ordered as the values are, with NaN above
+// infinity.
 template <typename E>
-void maximum_range(const typename E::Storage* x, int64_t count, ExactSum& sum) {
+auto largest_magnitude(const typename E::Storage* x, int64_t count) {
   using Storage = typename E::Storage;
   using Bits = std::conditional_t<
       sizeof(Storage) == 2,
@@ -88,7 +89,13 @@ void maximum_range(const typename E::Storage* x, int64_t count, ExactSum& sum) {
     const auto bits = static_cast<Bits>(std::bit_cast<Bits>(x[i]) & kMagnitude);
     largest = bits > largest ? bits : largest;
   }
-  sum.raise_maximum(static_cast<double>(E::load(std::bit_cast<Storage>(largest))));
+  return largest;
+}
+
+template <typename E>
+void maximum_range(const typename E::Storage* x, int64_t count, ExactSum& sum) {
+  const auto largest = std::bit_cast<typename E::Storage>(largest_magnitude<E>(x, count));
+  sum.raise_maximum(static_cast<double>(E::load(largest)));
 }
 
 } // namespace zero::kernels::ZERO_KERNELS_NAMESPACE

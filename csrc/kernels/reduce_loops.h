@@ -6,17 +6,9 @@
 
 #include <utility>
 
-#include "csrc/kernels/half_chunks.h"
+#include "csrc/kernels/windows.h"
 
 namespace zero::kernels::ZERO_KERNELS_NAMESPACE {
-
-struct ReduceTask {
-  void* out;
-  const void* const* inputs;
-  int64_t input_count;
-  const void* addend; // may be null
-  double divisor;
-};
 
 // finish(i, total) takes each sum of first(i) and the inputs of the given indices.
 template <typename E, size_t... kInput, typename First, typename Finish>
@@ -88,39 +80,38 @@ void sum_many(
 }
 
 template <typename E, typename Finish>
-void sum_range(const ReduceTask& task, int64_t begin, int64_t count, const Finish& finish) {
+void sum_range(const Reduction& task, int64_t begin, int64_t count, const Finish& finish) {
   if (task.input_count <= 4) {
     sum_few<E>(task.inputs, task.input_count, begin, count, finish);
     return;
   }
-  for_chunks(count, [&](int64_t first, int64_t length) {
+  for_chunks(0, count, [&](int64_t first, int64_t length) {
     const auto shifted = [&finish, first](int64_t i, auto total) { finish(first + i, total); };
     sum_many<E>(task.inputs, task.input_count, begin + first, length, shifted);
   });
 }
 
-template <typename E>
-void reduce_range(E, const ReduceTask& task, int64_t begin, int64_t end) {
+template <typename E, typename Out>
+void reduce_range(const Reduction& task, int64_t begin, int64_t end) {
   const auto by = static_cast<typename E::Compute>(task.divisor);
-  auto* const to = at<E>(task.out, begin);
+  auto* const to = at<Out>(task.out, begin);
   if (task.addend == nullptr) {
     sum_range<E>(task, begin, end - begin, [to, by](int64_t i, auto total) {
-      to[i] = E::store(total / by);
+      to[i] = Out::store(total / by);
     });
   } else {
-    const auto* const base = at<E>(task.addend, begin);
+    const auto* const base = at<Out>(task.addend, begin);
     sum_range<E>(task, begin, end - begin, [to, base, by](int64_t i, auto total) {
-      to[i] = E::store(E::load(base[i]) + total / by);
+      to[i] = Out::store(Out::load(base[i]) + total / by);
     });
   }
 }
 
-inline void reduce_range(Float16, const ReduceTask& task, int64_t begin, int64_t end) {
+inline void reduce_halves(const Reduction& task, int64_t begin, int64_t end) {
   const auto by = static_cast<float>(task.divisor);
   Chunk sum;
   Chunk next;
-  for_chunks(end - begin, [&](int64_t first, int64_t count) {
-    first += begin;
+  for_chunks(begin, end, [&](int64_t first, int64_t count) {
     widen(at<Float16>(task.inputs[0], first), sum.values, count);
     for (int64_t k = 1; k < task.input_count; ++k) {
       widen(at<Float16>(task.inputs[k], first), next.values, count);
@@ -132,12 +123,12 @@ inline void reduce_range(Float16, const ReduceTask& task, int64_t begin, int64_t
       sum.values[i] /= by;
     }
     if (task.addend != nullptr) {
-      widen(at<Float16>(task.addend, first), next.values, count);
+      const float* const base = view_floats(task.out_type, task.addend, first, count, next);
       for (int64_t i = 0; i < count; ++i) {
-        sum.values[i] = next.values[i] + sum.values[i];
+        sum.values[i] = base[i] + sum.values[i];
       }
     }
-    narrow(sum.values, at<Float16>(task.out, first), count);
+    write_floats(task.out_type, sum.values, task.out, first, count);
   });
 }
 

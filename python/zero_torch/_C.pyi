@@ -301,9 +301,10 @@ class Engine:
         """
         Gives a parameter memory that may be written; end_load() keeps this rank's part.
         """
-    def begin_step(self) -> None:
+    def begin_step(self) -> bool:
         """
-        [collective] Opens a step by somebody else's rule: shard_gradient() is final.
+        [collective] Opens a step by somebody else's rule: shard_gradient() is final. False: it is
+        left out on all ranks for a non-finite gradient, and not to be closed.
         """
     def broadcast(self, tensors: collections.abc.Sequence[torch.Tensor], root: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
@@ -313,9 +314,13 @@ class Engine:
         """
         [collective] Rank `root`'s current values of parameters to all ranks.
         """
-    def clip_grad_norm(self, max_norm: typing.SupportsFloat | typing.SupportsIndex, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> float:
+    def clip_grad_norm(self, max_norm: typing.SupportsFloat | typing.SupportsIndex, norm_type: typing.SupportsFloat | typing.SupportsIndex, error_if_nonfinite: bool = False) -> float:
         """
         [collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.
+        """
+    def clip_grad_value(self, clip_value: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        [collective] Clamps gradients to [-clip_value, clip_value].
         """
     def end_load(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
@@ -350,6 +355,10 @@ class Engine:
     def grad_norm(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> float:
         """
         [collective] The norm of the whole gradient; the same bits on every rank.
+        """
+    def grad_norms(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> list[float]:
+        """
+        [collective] The norm of each group's gradient, in one exchange.
         """
     def hold(self, indices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], writable: bool) -> None:
         """
@@ -426,9 +435,10 @@ class Engine:
         """
         A one-dimensional view of this rank's part of a parameter; empty without one.
         """
-    def step(self, rules: collections.abc.Sequence[AdamW | Adam | SGD]) -> None:
+    def step(self, rules: collections.abc.Sequence[AdamW | Adam | SGD]) -> bool:
         """
-        [collective] One step by native rules, one rule a group.
+        [collective] One step by native rules, one rule a group. False: left out on all ranks
+        for a non-finite gradient.
         """
     def stepping(self) -> list[int]:
         """

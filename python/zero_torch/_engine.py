@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, _hooks, _registry, gradients
-from ._parameters import Collected
+from . import _C, _casts, _hooks, _registry, gradients
+from ._parameters import Collected, parameters_of_batch_norms
 from ._units import Found, find_units
 from ._watch import ModuleWatch
 from .config import ZeroConfig, to_options
@@ -62,33 +62,41 @@ def make_engine(
             "expected an nn.Module at stage 3, whose forward says when parameters are needed; "
             f"got {type(target).__name__}: pass the module, or use stage 0, 1 or 2"
         )
+    if module is None and (config.cast_forward_inputs or config.output_dtype is not None):
+        raise TypeError(
+            "expected an nn.Module with cast_forward_inputs or output_dtype, which are about its "
+            f"forward; got {type(target).__name__}"
+        )
     found = find_units(module, named, config) if options.stage == 3 else Found([""], [], [])
     of_parameter = found.of_parameter or [0] * len(named)
     group = _checked_group(process_group)
     if group is None:
         group = default_group(config.timeout)
-    parameters = [(*item, unit) for item, unit in zip(named, of_parameter, strict=True)]
+    fixed = parameters_of_batch_norms(module)
+    parameters = [
+        (*item, unit, id(item[1]) in fixed) for item, unit in zip(named, of_parameter, strict=True)
+    ]
     if materializer is None:
         engine = _C.Engine.create(parameters, collected.buffers, options, group, found.names)
     else:
         engine = _create_deferred(materializer, parameters, options, group, found)
         collected.replace([engine.parameter(index)[1] for index in range(len(named))])
     gradients.install(engine)
-    if module is not None and options.stage == 3:
-        _hooks.attach(engine, module, found)
+    if module is not None:
+        _hooks.attach(engine, module, found, _casts.attach(module, config))
     _registry.add(engine)
     return engine
 
 
 def _create_deferred(
     materializer: Materializer,
-    parameters: list[tuple[str, torch.Tensor, int, int]],
+    parameters: list[tuple[str, torch.Tensor, int, int, bool]],
     options: _C.Options,
     group: Any,
     found: Found,
 ) -> _C.Engine:
     names: list[list[str]] = [[] for _ in found.names]
-    for name, _, _, index in parameters:
+    for name, _, _, index, _ in parameters:
         names[index].append(name)
 
     def materialize(unit: int) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
-"""What stage 3 installs on a user's modules, and how to take it off again.
+"""What is installed on a user's modules, and how to take it off again.
 
-Forward hooks call straight into C++. State dicts hold whole values: each module's own parameters
-are made whole (or written to) one after the other. The modules own the engine through the hooks.
+Stage 3: forward hooks call straight into C++. State dicts hold whole values: each module's own
+parameters are made whole (or written to) one after the other. The modules own the engine through
+the hooks. At every stage: state dicts hold fp32 masters, where there are any.
 """
 
 from __future__ import annotations
@@ -33,8 +34,18 @@ def dropping_values() -> Iterator[None]:
         _keep_whole = True
 
 
-def attach(engine: _C.Engine, module: nn.Module, found: Found) -> None:
-    """Hooks on the module's units and on all its modules that hold managed parameters."""
+def attach(engine: _C.Engine, module: nn.Module, found: Found, handles: list[Any]) -> None:
+    """Hooks on the module's units (stage 3) and on all its modules that hold managed parameters.
+
+    ``handles`` are of hooks that are installed already, to be taken off with these.
+    """
+    if engine.options.stage == 3:
+        handles += _attach_units(engine, module, found)
+    _attached[engine] = _Attached(weakref.ref(module), handles)
+    extend(engine)
+
+
+def _attach_units(engine: _C.Engine, module: nn.Module, found: Found) -> list[Any]:
     handles: list[Any] = []
     casts = CastHooks(engine)
     for part, unit in found.modules:
@@ -44,8 +55,7 @@ def attach(engine: _C.Engine, module: nn.Module, found: Found) -> None:
         if part is module:
             handles.append(part.register_forward_pre_hook(casts.enter, prepend=True))
             handles.append(part.register_forward_hook(casts.leave, always_call=True))
-    _attached[engine] = _Attached(weakref.ref(module), handles)
-    extend(engine)
+    return handles
 
 
 def extend(engine: _C.Engine) -> None:
@@ -56,7 +66,7 @@ def extend(engine: _C.Engine) -> None:
         return
     state = StateHooks(weakref.ref(engine))
     for part in module.modules():
-        if part not in attached.with_state and _indices(engine, part):
+        if part not in attached.with_state and _has_other_values(engine, part):
             attached.with_state.add(part)
             attached.handles += [
                 part._register_state_dict_hook(state.make_whole),
@@ -105,7 +115,9 @@ class StateHooks:
 
     def __init__(self, engine: Callable[[], _C.Engine | None]) -> None:
         self._engine = engine
-        self._loading: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+        self._loading: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         # The state dict that is being filled, and where each parameter is in it.
         self._filling: Callable[[], Any] = _nothing
         self._names: dict[int, str] = {}
@@ -126,6 +138,8 @@ class StateHooks:
         if self._filling() is not state:
             self._filling, self._names = weakref.ref(state), {}
         for key, parameter, index in self._own(module):
+            if engine is not None and engine.options.stage < 3 and not engine.has_master(index):
+                continue
             name = prefix + key
             if engine is None or state.get(name) is None or state[name] is parameter:
                 continue  # dropped by the user's own hook, or asked for with keep_vars=True
@@ -142,30 +156,40 @@ class StateHooks:
         self._end_load(module)  # of one that failed half way
         engine = self._engine()
         if engine is not None:
-            self._loading[module] = [index for _key, _parameter, index in self._own(module)]
+            self._loading[module] = {
+                index: state.get(prefix + key) for key, _parameter, index in self._own(module)
+            }
             for index in self._loading[module]:
                 engine.begin_load(index)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self._end_load(module)
+        self._end_load(module, loaded=True)
 
-    def _end_load(self, module: nn.Module) -> None:
+    def _end_load(self, module: nn.Module, loaded: bool = False) -> None:
         # By now the module may hold other parameters: load_state_dict(assign=True).
         engine = self._engine()
-        for index in self._loading.pop(module, ()):
+        for index, value in self._loading.pop(module, {}).items():
             if engine is not None:
                 engine.end_load(index)
+                if loaded and isinstance(value, torch.Tensor) and engine.has_master(index):
+                    engine.load_master(index, value.detach())
 
 
 def _nothing() -> None:
     return None
 
 
-def _indices(engine: _C.Engine | None, module: nn.Module) -> list[int]:
-    if engine is None:
-        return []
+def gathers_state(engine: _C.Engine) -> bool:
+    """Whether state dicts of its model are made of shards."""
+    masters = any(map(engine.has_master, range(engine.parameter_count())))
+    return engine.options.stage == 3 or (masters and engine.options.stage > 0)
+
+
+def _has_other_values(engine: _C.Engine, module: nn.Module) -> bool:
+    """Whether a state dict has other values than the parameters' own memory holds."""
     found = [engine.index_of(p) for p in module.parameters(recurse=False)]
-    return [index for index in found if index >= 0]
+    managed = [index for index in found if index >= 0]
+    return bool(managed) and (engine.options.stage == 3 or any(map(engine.has_master, managed)))
 
 
 def _manages(engine: weakref.ref[_C.Engine], tensor: torch.Tensor) -> bool:

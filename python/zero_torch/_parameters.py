@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -71,6 +72,15 @@ def collect(target: Any, ignored_params: Any = (), *, deferred: bool = False) ->
         if not deferred:
             _check_materialized(f"buffer '{name}'", buffer)
     return collected
+
+
+def parameters_of_batch_norms(module: nn.Module | None) -> set[int]:
+    """Their ids. They keep their dtype in mixed precision, as statistics do.
+
+    torch's batch norms take inputs of 16 bits with parameters and statistics of fp32.
+    """
+    norms = [m for m in (module.modules() if module else ()) if isinstance(m, _BatchNorm)]
+    return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
 
 
 def collect_group(group: Any, index: int, names: dict[int, str]) -> Collected:

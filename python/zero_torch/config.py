@@ -44,13 +44,19 @@ class ZeroConfig:
     max_live_numel: int | None = None
     """Stage 3: most elements gathered at once. No effect at stages 0-2."""
     param_dtype: torch.dtype | None = None
-    """Mixed precision: not built yet."""
+    """Mixed precision: what floating-point parameters become when they are wrapped, bfloat16,
+    float16 or float32. Those of 16 bits have fp32 masters of this rank's shard, which are stepped.
+    Parameters of batch norms keep their dtype, and so do buffers."""
     reduce_dtype: torch.dtype | None = None
-    """Mixed precision: not built yet."""
+    """What each reduction of gradients is rounded to; by default the parameters' dtype. Gradients
+    of fp32 are sent in 16 bits too, then. Sums over several backwards are of fp32 in any case."""
+    master_dtype: torch.dtype | None = None
+    """float32: parameters that have 16 bits already get masters too, without ``param_dtype``."""
     output_dtype: torch.dtype | None = None
-    """Mixed precision: not built yet."""
+    """What floating-point tensors in the module's output are cast to. Needs a module as target."""
     cast_forward_inputs: bool = False
-    """Mixed precision: not built yet."""
+    """Floating-point tensors in the module's inputs are cast to ``param_dtype``. Needs a module as
+    target."""
     average: bool = True
     """True: the mean of the ranks' gradients; False: their sum."""
     transport: str = "auto"
@@ -59,7 +65,10 @@ class ZeroConfig:
     timeout: float = 600.0
     """Seconds that a rank waits for its peers before it raises an error."""
     on_nonfinite: str = "ignore"
-    """"skip" and "raise" are not built yet."""
+    """What a step does that sees an inf or NaN in a gradient, of any dtype, on any rank: "skip"
+    leaves the step out and "raise" raises RuntimeError, on all ranks and with nothing changed;
+    "ignore" does not look, as torch. The first two cost a step one pass over the gradients and a
+    message of 8 bytes."""
     sync_buffers: bool = False
     """Broadcast of buffers before each forward: not built yet. (Rank 0's are broadcast once, at
     construction.)"""
@@ -80,7 +89,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
 _INTEGERS = ("bucket_bytes", "first_bucket_bytes", "prefetch", "min_unit_numel")
 _BOOLEANS = ("cast_forward_inputs", "average", "sync_buffers", "step_in_backward")
 _STRINGS = ("transport", "on_nonfinite")
-_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+_DTYPES = ("param_dtype", "reduce_dtype", "master_dtype", "output_dtype")
 _GROUPS = ("shard_group", "replicate_group")
 
 

@@ -35,13 +35,14 @@ class ForeignRule:
 
     def step(self, groups: Groups) -> None:
         self._copy_hyperparameters(groups)
-        self._engine.begin_step()
+        if not self._engine.begin_step():
+            return
         try:
             for index in self._engine.stepping():
                 part, shard = self._parts[index], self._engine.shard_parameter(index)
                 if part.data_ptr() != shard.data_ptr():
                     part.data = shard
-                part.grad = self._engine.shard_gradient(index)
+                part.grad = self._engine.stepping_gradient(index)
             self.inner.step()
         finally:
             for part in self._parts.values():

@@ -1,8 +1,8 @@
 """What ``.grad`` is at stages 1 and 2 once it was reduced: a tensor that stands for the shard.
 
 It has the parameter's shape, dtype and device but only this rank's part of the values. What acts on
-each element alone (zeroing, scaling, GradScaler's unscale-and-check) acts on the shard; anything
-that needs the whole raises an error that names the parameter and the remedy.
+each element alone (zeroing, scaling, clamping, GradScaler's unscale-and-check) acts on the shard;
+anything that needs the whole raises an error that names the parameter and the remedy.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _alias(func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
 
 def _in_place(func: Callable[..., Any], args: Sequence[Any]) -> Any:
     target, *scalars = args
-    if not isinstance(target, ShardedGradient) or not all(map(_is_scalar, scalars)):
+    given = [scalar for scalar in scalars if scalar is not None]  # a bound of clamp_ may lack
+    if not isinstance(target, ShardedGradient) or not all(map(_is_scalar, given)):
         return NotImplemented
     func(target.shard(), *scalars)
     return target
@@ -180,10 +181,15 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], Sequence[Any]], Any]] = {
     aten.mul_.Scalar: _in_place,
     aten.div_.Tensor: _in_place,
     aten.div_.Scalar: _in_place,
+    aten.clamp_.default: _in_place,
+    aten.clamp_min_.default: _in_place,
+    aten.clamp_max_.default: _in_place,
     aten._foreach_zero_.default: _foreach,
     aten._foreach_mul_.Scalar: _foreach,
     aten._foreach_mul_.Tensor: _foreach,
     aten._foreach_div_.Scalar: _foreach,
     aten._foreach_div_.Tensor: _foreach,
+    aten._foreach_clamp_min_.Scalar: _foreach,
+    aten._foreach_clamp_max_.Scalar: _foreach,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

@@ -7,7 +7,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from inspect import unwrap as _unwrapped
-from typing import Any, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 
@@ -46,8 +46,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     a launcher asks for several ranks and there is none yet; without a launcher one rank.
 
     Collective: all ranks construct it with equal arguments, and get rank 0's values of parameters
-    and buffers. ``step``, ``clip_grad_norm_``, ``grad_norm``, ``add_param_group`` and
-    ``synchronize`` are collective, at stages 1 to 3 ``state_dict`` too.
+    and buffers. ``step``, ``clip_grad_norm_``, ``clip_grad_value_``, ``grad_norm``,
+    ``add_param_group`` and ``synchronize`` are collective, at stages 1 to 3 ``state_dict`` too.
 
     Raises TypeError or ValueError, naming the argument and what is allowed, before any
     communication; NotImplementedError for what is not built yet; ValueError on every rank, naming
@@ -123,7 +123,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Reads hyper-parameters from ``param_groups``. At stages 1 and 2 the new values travel while
         the program goes on; what reads them waits. Raises RuntimeError for parameters that were
-        added to the model since, by name.
+        added to the model since, by name. With ``on_nonfinite="skip"`` a gradient with an inf or
+        NaN on any rank leaves weights and state on all ranks alone, with ``"raise"`` all of them
+        raise RuntimeError with the first such parameter's name.
         """
         loss = None
         if closure is not None:
@@ -139,18 +141,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._live.zero_grad(set_to_none)
 
     def clip_grad_norm_(
-        self, max_norm: float | torch.Tensor, norm_type: float = 2.0
+        self,
+        max_norm: float | torch.Tensor,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """Scales all gradients so that their norm is at most ``max_norm``. Collective.
 
         Returns the norm of the whole gradient before: a 0-dim fp32 tensor, the same bits on every
-        rank, at every stage and world size. ``norm_type``: any p > 0, or ``inf``.
+        rank, at every stage and world size. ``norm_type``: any p > 0, or ``inf``. A norm that is
+        not finite raises RuntimeError on all ranks with ``error_if_nonfinite``, before anything
+        was scaled, with the name of the first parameter that has such a gradient.
         """
-        return self._scalar(self._live.clip_grad_norm(float(max_norm), float(norm_type)))
+        norm = self._live.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+        return self._scalar(norm)
 
-    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the whole gradient: a 0-dim fp32 tensor. Collective."""
-        return self._scalar(self._live.grad_norm(float(norm_type)))
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamps each element of the gradients to ``[-clip_value, clip_value]``. Collective."""
+        self._live.clip_grad_value(float(clip_value))
+
+    @overload
+    def grad_norm(
+        self, norm_type: float = 2.0, *, per_group: Literal[False] = False
+    ) -> torch.Tensor: ...
+    @overload
+    def grad_norm(
+        self, norm_type: float = 2.0, *, per_group: Literal[True]
+    ) -> list[torch.Tensor]: ...
+    def grad_norm(
+        self, norm_type: float = 2.0, *, per_group: bool = False
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """The norm of the whole gradient: a 0-dim fp32 tensor. Collective.
+
+        With ``per_group`` a list of the norms of each param group, still in one exchange.
+        """
+        if not per_group:
+            return self._scalar(self._live.grad_norm(float(norm_type)))
+        norms = self._live.grad_norms(float(norm_type))
+        norms += [0.0] * (len(self.param_groups) - len(norms))  # groups without parameters
+        return [self._scalar(norm) for norm in norms]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -184,7 +213,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             native.check_group(self._name, {**self.defaults, **collected.groups[0]})
         _add_param_group(self, collected.groups[0])
         try:
-            self._engine.add_parameters([(*item, 0) for item in named])
+            self._engine.add_parameters([(*item, 0, False) for item in named])
         except BaseException:
             self.param_groups.pop()
             raise

@@ -12,15 +12,24 @@ _FIELDS = ("held", "peak", "traffic", "theory")
 class Report:
     """Numbers of one rank at one moment. Prints as a table.
 
-    ``transport`` says how bytes travel between ranks: "host (process_vm_readv)", "group (gloo)".
+    ``transport`` says how bytes travel between ranks: "host (shared buffers, process_vm_readv)",
+    "group (gloo)".
+    ``steps`` were taken; ``nonfinite_steps`` were not, because of an inf or NaN in a gradient
+    (``on_nonfinite``), the last time in that of ``nonfinite_parameter``, the first such parameter.
     """
 
     transport: str
+    steps: int
+    nonfinite_steps: int
+    nonfinite_parameter: str | None
 
     def __init__(self, engine: _C.Engine) -> None:
         self._numbers = engine.report()
         self._table = engine.report_table()
         self.transport = self._numbers["transport"]
+        self.steps = self._numbers["steps"]
+        self.nonfinite_steps = self._numbers["nonfinite_steps"]
+        self.nonfinite_parameter = self._numbers["nonfinite_parameter"] or None
 
     def as_dict(self) -> dict[str, Any]:
         """``{"held", "peak", "traffic", "theory": {"held", "traffic"}}``, in bytes.

@@ -17,8 +17,9 @@ def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> 
     """The model's state dict with whole values: on rank 0, elsewhere ``{}``; or on every rank.
 
     At stages 0-2 the values are the model's own memory, as in torch, and nothing is communicated.
-    At stage 3 they are copies, made whole one after the other: collective, and with ``rank0_only``
-    the other ranks hold one at a time. ``full=False`` (this rank's shards) is not built yet.
+    At stage 3, and of parameters that have fp32 masters, which are what is given then, they are
+    copies, made whole one after the other: collective, and with ``rank0_only`` the other ranks hold
+    one at a time. ``full=False`` (this rank's shards) is not built yet.
     """
     _require_full(full)
     engines = engines_of(model)
@@ -26,7 +27,7 @@ def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> 
         engine.wait_parameters()
     if not (rank0_only and any(engine.rank != 0 for engine in engines)):
         return model.state_dict()
-    if any(engine.options.stage == 3 for engine in engines):
+    if any(map(_hooks.gathers_state, engines)):
         with _hooks.dropping_values():
             model.state_dict()
     return {}
@@ -71,7 +72,7 @@ def load_state_dict(
         target.load_state_dict(_given(state_dict), strict=strict)
         return
     engine = engines[0]
-    if any(other.options.stage == 3 for other in engines):
+    if any(map(_hooks.gathers_state, engines)):
         _load_sharded(target, engine, state_dict, strict)
         return
     _on_rank_0(engine, lambda: target.load_state_dict(_given(state_dict), strict=strict))
@@ -104,6 +105,22 @@ def _load_sharded(
                 for key in chosen:
                     own[key].copy_(_given(state_dict)[f"{prefix}.{key}" if prefix else key])
         engine.broadcast([own[k].detach() for k in chosen if _registry.find(own[k]) is None], 0)
+        for key in chosen:
+            _share_master(own[key], state_dict, f"{prefix}.{key}" if prefix else key)
+
+
+def _share_master(parameter: torch.Tensor, state_dict: dict[str, Any] | None, name: str) -> None:
+    """Rank 0's fp32 value of a parameter that computes in 16 bits."""
+    found = _registry.find(parameter)
+    if found is None:
+        return
+    engine, index = found
+    if engine.has_master(index):
+        master = torch.empty_like(parameter, dtype=torch.float32)
+        if engine.rank == 0:
+            master.copy_(_given(state_dict)[name])
+        engine.broadcast([master], 0)
+        engine.load_master(index, master)
 
 
 def _check_shapes(module: nn.Module, state_dict: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ class Flight {
   Flight(comm::Communicator& comm, const Drawn& drawn, int64_t step)
       : drawn_(drawn), rank_(comm.rank()), size_(comm.size()) {
     const comm::Tag tag{.what = "random", .id = drawn.root, .step = step};
-    fill();
+    fill(comm.buffers().get());
     launch(comm, tag);
   }
 
@@ -186,10 +186,15 @@ class Flight {
     }
   }
 
-  void fill() {
-    whole_ = GuardedBuffer(drawn_.dtype, whole_count(), drawn_.offset);
+  // About half of the buffers in memory that peers read in place, on each rank others.
+  void fill(memory::BufferSource* shared_memory) {
+    const auto buffer = [&](int64_t count) {
+      const bool shared = (random_bits(drawn_.seed, rank_, -2 - count) & 1) != 0;
+      return GuardedBuffer(drawn_.dtype, count, drawn_.offset, shared ? shared_memory : nullptr);
+    };
+    whole_ = buffer(whole_count());
     if (has_part() && !drawn_.in_place) {
-      part_ = GuardedBuffer(drawn_.dtype, drawn_.shard, drawn_.offset);
+      part_ = buffer(drawn_.shard);
     }
     with_type(drawn_.dtype, [&](auto type) {
       using T = decltype(type);
@@ -200,7 +205,7 @@ class Flight {
       if (reduces() && drawn_.adds(rank_)) {
         // The output may be the addend too, unless it is part of the input.
         const bool shared = part_.view.defined() && drawn_.root == 0;
-        addend_ = shared ? part_ : GuardedBuffer(drawn_.dtype, drawn_.shard, drawn_.offset);
+        addend_ = shared ? part_ : buffer(drawn_.shard);
         put<T>(addend_.view, addend_rank(rank_));
       }
     });

@@ -13,6 +13,8 @@
 
 #include <ATen/ATen.h>
 
+#include <zero/memory/flat_buffer.h>
+
 namespace zero::test {
 
 inline uint32_t random_bits(uint64_t seed, int64_t rank, int64_t index) {
@@ -92,8 +94,13 @@ T reduced_value(
 class GuardedBuffer {
  public:
   GuardedBuffer() = default;
-  GuardedBuffer(at::ScalarType dtype, int64_t count, int64_t offset)
-      : whole_(at::empty({offset + count + kBehind}, dtype)),
+  // In memory of `source`, where it is given and has some.
+  GuardedBuffer(
+      at::ScalarType dtype,
+      int64_t count,
+      int64_t offset,
+      memory::BufferSource* source = nullptr)
+      : whole_(make(dtype, offset + count + kBehind, source)),
         view(whole_.narrow(0, offset, count)) {
     std::memset(whole_.mutable_data_ptr(), kFill, whole_.nbytes());
   }
@@ -107,6 +114,14 @@ class GuardedBuffer {
   }
 
  private:
+  static at::Tensor make(at::ScalarType dtype, int64_t count, memory::BufferSource* source) {
+    const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
+    if (const auto storage = source == nullptr ? c10::Storage() : source->allocate(bytes)) {
+      return memory::tensor_over(storage, {count}, {1}, dtype);
+    }
+    return at::empty({count}, dtype);
+  }
+
   static constexpr int64_t kBehind = 9;
   static constexpr char kFill = 0x5a;
 

@@ -4,58 +4,23 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
 #include <random>
 #include <vector>
 
 #include "catch.h"
+#include "kernel_values.h"
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-
-#include "csrc/kernels/kernels_impl.h"
-
-using namespace zero::kernels;
+using namespace kernel_values;
 
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
 const std::vector<int64_t> kSizes = {0, 1, 15, 16, 17, 1000, 100003};
-const std::vector<Type> kTypes = {Type::f32, Type::f64, Type::bf16, Type::f16};
-
-at::ScalarType scalar_type(Type type) {
-  constexpr at::ScalarType kScalarTypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
-  return kScalarTypes[static_cast<int>(type)];
-}
-
-at::Tensor random(int64_t count, Type type, uint64_t seed) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return at::randn({count}, generator, at::kFloat).to(scalar_type(type));
-}
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.nbytes() == b.nbytes() &&
-      (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
-}
-
-// The same bits but for NaN, whose payloads depend on the order of operands.
-bool same_values(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor nan = a.isnan();
-  return at::equal(nan, b.isnan()) && same_bits(a.masked_fill(nan, 0.0), b.masked_fill(nan, 0.0));
-}
-
-void* element(const at::Tensor& tensor, int64_t index = 0) {
-  return static_cast<char*>(tensor.mutable_data_ptr()) + index * tensor.itemsize();
-}
 
 struct Moments {
   at::Tensor p, m, v;
 
   void step(Type type, const at::Tensor& gradient, const AdamArguments& rule) {
-    adam(type, element(p), element(gradient), element(m), element(v), p.numel(), rule);
+    adam(type, {element(p), type, element(gradient), element(m), element(v)}, p.numel(), rule);
   }
 };
 
@@ -83,18 +48,6 @@ double tolerance(Type type) {
   return type == Type::f64 ? 1e-13 : type == Type::f32 ? 2e-6 : type == Type::bf16 ? 1e-2 : 2e-3;
 }
 
-at::Tensor with_special_values(int64_t count, Type type, uint64_t seed) {
-  at::Tensor x = random(count, type, seed);
-  auto at = static_cast<int64_t>(seed);
-  for (const float value : {kNan, kInfinity, -kInfinity, -0.0F, 0x1p-149F, 0x1p-24F, 3e38F}) {
-    at = at * 7 + 3;
-    if (at < count) {
-      x[at] = value;
-    }
-  }
-  return x;
-}
-
 // What every kernel of the set gives, called once for each stretch between cuts.
 std::vector<at::Tensor>
 run_all(const InstructionSet& set, Type type, int64_t count, const std::vector<int64_t>& cuts) {
@@ -117,11 +70,12 @@ run_all(const InstructionSet& set, Type type, int64_t count, const std::vector<i
     for (const double beta1 : {0.9, 0.25}) {
       for (const bool decoupled : {false, true}) {
         const AdamArguments rule{1e-2, beta1, 0.99, 1e-8, 0.1, decoupled, 3};
-        set.adam(type, element(p), element(g), element(m), element(v), begin, end, rule);
+        const AdamBuffers buffers{element(p), type, element(g), element(m), element(v)};
+        set.adam(type, buffers, begin, end, rule);
       }
     }
-    set.sgd(type, element(p), element(g), element(m), begin, end, {0.1, 0.9, 0.0, 0.1});
-    set.sgd(type, element(p), element(g), nullptr, begin, end, {0.1});
+    set.sgd(type, {element(p), type, element(g), element(m)}, begin, end, {0.1, 0.9, 0.0, 0.1});
+    set.sgd(type, {element(p), type, element(g)}, begin, end, {0.1});
     set.scale(type, element(scaled), 1.0 / 3.0, begin, end);
     const double orders[] = {1.0, 2.0, 3.0, kInfinity};
     for (size_t k = 0; k < sums.size(); ++k) {
@@ -132,7 +86,8 @@ run_all(const InstructionSet& set, Type type, int64_t count, const std::vector<i
     const at::Tensor out = finite.clone();
     for (size_t i = 0; i + 1 < cuts.size(); ++i) {
       const void* addend = ranks % 2 == 0 ? element(out) : nullptr;
-      set.reduce_ranks(type, element(out), inputs.data(), ranks, addend, 3.0, cuts[i], cuts[i + 1]);
+      set.reduce_ranks(
+          {type, inputs.data(), ranks, type, element(out), addend, 3.0}, cuts[i], cuts[i + 1]);
     }
     results.push_back(out);
   }
@@ -160,16 +115,20 @@ TEST_CASE("reduce_ranks sums in order, divides and adds", "[kernels]") {
         }
         const at::Tensor quotient = sum / static_cast<double>(ranks);
         const at::Tensor addend = random(count, type, 99);
+        const auto reduce = [&](Reduction reduction) {
+          reduction.divisor = static_cast<double>(ranks);
+          reduce_ranks(reduction, count);
+        };
         at::Tensor out = at::empty({count}, scalar_type(type));
-        reduce_ranks(type, element(out), pointers.data(), ranks, nullptr, ranks, count);
+        reduce({type, pointers.data(), ranks, type, element(out)});
         REQUIRE(same_bits(out, quotient.to(scalar_type(type))));
         const at::Tensor added = (addend.to(compute) + quotient).to(scalar_type(type));
         // In place: over the addend, and over an input.
         const at::Tensor over = addend.clone();
-        reduce_ranks(type, element(over), pointers.data(), ranks, element(over), ranks, count);
+        reduce({type, pointers.data(), ranks, type, element(over), element(over)});
         REQUIRE(same_bits(over, added));
         const at::Tensor& last = inputs.back();
-        reduce_ranks(type, element(last), pointers.data(), ranks, element(addend), ranks, count);
+        reduce({type, pointers.data(), ranks, type, element(last), element(addend)});
         REQUIRE(same_bits(last, added));
       }
     }
@@ -225,13 +184,13 @@ TEST_CASE("sgd follows its formulas", "[kernels]") {
         const at::Tensor b = step == 0 ? g : buffer.to(compute) * 0.9 + g * (1.0 - dampening);
         const at::Tensor expected = p.to(compute) - (nesterov ? g + b * 0.9 : b) * 0.5;
         const SgdArguments rule{0.5, 0.9, dampening, 0.1, nesterov, step == 0};
-        sgd(type, element(p), element(gradient), element(buffer), count, rule);
+        sgd(type, {element(p), type, element(gradient), element(buffer)}, count, rule);
         REQUIRE(at::allclose(p.to(compute), expected, tolerance(type), tolerance(type)));
       }
     }
     at::Tensor p = at::full({17}, 1.0, scalar_type(type));
     const at::Tensor gradient = at::full({17}, 2.0, scalar_type(type));
-    sgd(type, element(p), element(gradient), nullptr, 17, {.lr = 0.25});
+    sgd(type, {element(p), type, element(gradient)}, 17, {.lr = 0.25});
     REQUIRE(p.eq(0.5).all().item<bool>());
   }
 }
@@ -276,12 +235,7 @@ TEST_CASE("the same bits from every instruction set and for every cut", "[kernel
     for (const int64_t count : kSizes) {
       const auto expected = run_all(instruction_sets().front(), type, count, {0, count});
       for (const InstructionSet& set : instruction_sets()) {
-        std::vector<int64_t> cuts = {0, count};
-        for (int i = 0; i < 9; ++i) {
-          // Whole blocks of 64 bytes; two cuts may be the same.
-          cuts.push_back(static_cast<int64_t>(generator() % (count / 32 + 1)) * 32);
-        }
-        std::sort(cuts.begin(), cuts.end());
+        const auto cuts = random_cuts(count, generator);
         const auto pieces = run_all(set, type, count, cuts);
         for (size_t i = 0; i < expected.size(); ++i) {
           INFO(set.name << ", " << count << " elements, result " << i);
@@ -309,7 +263,8 @@ TEST_CASE("rules at their edges", "[kernels]") {
   const at::Tensor p = scalar(kInfinity);
   const at::Tensor g = scalar(2.0F);
   const at::Tensor buffer = scalar(kNan);
-  sgd(Type::f32, element(p), element(g), element(buffer), 1, {.momentum = 0.9});
+  const SgdBuffers buffers{element(p), Type::f32, element(g), element(buffer)};
+  sgd(Type::f32, buffers, 1, {.momentum = 0.9});
   REQUIRE(buffer.item<float>() == 2.0F);
   REQUIRE(p.item<float>() == kInfinity);
 }
@@ -395,4 +350,41 @@ TEST_CASE("an exact sum is exact and rounds to nearest even", "[kernels]") {
     harmonic.add(1.0 / k);
   }
   REQUIRE(harmonic.total() == 0x1.82e27a22f3fb0p+3);
+}
+
+TEST_CASE("an exact sum tells whether all was finite", "[kernels]") {
+  const auto finite = [](std::vector<double> values) {
+    ExactSum sum;
+    for (const double value : values) {
+      sum.add(value);
+    }
+    // Merged and sent, it tells the same.
+    ExactSum merged;
+    merged.add(1.0);
+    merged.merge(ExactSum::from_wire(sum.wire()));
+    REQUIRE(merged.finite() == sum.finite());
+    return sum.finite();
+  };
+  REQUIRE(finite({}));
+  REQUIRE(finite({0.0, 1.0, 0x1p318, 0x1p-1074}));
+  REQUIRE(!finite({1.0, kInfinity}));
+  REQUIRE(!finite({kNan, 1.0}));
+  REQUIRE(!finite({-kNan}));
+  REQUIRE(!finite({0x1p319})); // too large
+  REQUIRE(!finite(std::vector<double>(5, 0x1p318 * 1.9))); // together
+  const int64_t count = 1003;
+  for (const Type type : kTypes) {
+    for (const double p : {0.5, 1.0, 2.0, 3.0, static_cast<double>(kInfinity)}) {
+      for (const float value : {1.0F, -0.0F, 60000.0F, kNan, kInfinity, -kInfinity}) {
+        for (const int64_t index : {0, 17, 1002}) {
+          const at::Tensor x = random(count, type, 9);
+          x[index] = value;
+          ExactSum sum;
+          accumulate_norm(type, element(x), count, p, sum);
+          INFO("p = " << p << ", " << value << " at " << index);
+          REQUIRE(sum.finite() == std::isfinite(value));
+        }
+      }
+    }
+  }
 }

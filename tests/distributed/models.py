@@ -58,6 +58,25 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 19), nn.Tanh(), nn.Linear(19, 7), nn.Linear(7, 3))
+
+
+def mlp_loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(4, 5, generator=generator)).square().mean()
+
+
+def poison(
+    parameter: nn.Parameter, element: int, value: float
+) -> torch.utils.hooks.RemovableHandle:
+    """From now on one element of this rank's gradient is ``value``."""
+    bad = torch.zeros(parameter.shape)
+    bad.view(-1)[element] = value
+    return parameter.register_hook(lambda gradient: gradient + bad)
+
+
 def ones(*widths: int) -> nn.Sequential:
     """Linear layers of ones, without biases."""
     layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]

@@ -106,7 +106,6 @@ def test_bad_settings_are_refused_by_name(kw, error, words):
         {"reduce_dtype": torch.float32},
         {"output_dtype": torch.float32},
         {"cast_forward_inputs": True},
-        {"on_nonfinite": "skip"},
         {"sync_buffers": True},
         {"step_in_backward": True},
         {"offload": "optimizer"},
@@ -138,6 +137,11 @@ def test_stage_3_settings_are_accepted():
         max_live_numel=1,
     )
     make(units=lambda name, module: True, config=zero.ZeroConfig(units=["a"]))
+
+
+@pytest.mark.parametrize("policy", ["ignore", "skip", "raise"])
+def test_policies_for_nonfinite_gradients_are_accepted(policy):
+    assert make(on_nonfinite=policy)._engine.options.on_nonfinite == policy
 
 
 def test_keywords_go_over_the_config():

@@ -55,7 +55,8 @@ READS = {
     "add": lambda g: g + 1,
     "mul": lambda g: g * 2,
     "add_": lambda g: g.add_(1),
-    "clamp_": lambda g: g.clamp_(-1, 1),
+    "clamp_ by tensors": lambda g: g.clamp_(torch.zeros(g.shape), torch.ones(g.shape)),
+    "clamp": lambda g: g.clamp(-1, 1),
     "mul_ by a tensor": lambda g: g.mul_(torch.ones(g.shape)),
     "mul_ by itself": lambda g: g.mul_(g),
     "item": lambda g: g.flatten()[0].item(),
@@ -92,8 +93,20 @@ def test_torch_s_clipping_raises_and_names_ours(stage, foreach):
     model, _optimizer = reduced(stage)
     with pytest.raises(RuntimeError, match=r"optimizer.clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
-    with pytest.raises(RuntimeError, match=r"optimizer.clip_grad_norm_"):
-        nn.utils.clip_grad_value_(model.parameters(), 1.0, foreach=foreach)
+
+
+@sharded
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torch_s_clipping_by_value_is_right(stage, foreach):
+    model, _optimizer = reduced(stage)
+    before = [zero.full_grad(p) for p in model.parameters()]
+    nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+    for p, gradient in zip(model.parameters(), before, strict=True):
+        assert torch.equal(zero.full_grad(p), gradient.clamp(-0.01, 0.01))
+    model[0].weight.grad.clamp_(max=0.0)
+    assert torch.equal(zero.full_grad(model[0].weight), before[0].clamp(-0.01, 0.0))
+    model[0].weight.grad.clamp_min_(-0.005)
+    assert torch.equal(zero.full_grad(model[0].weight), before[0].clamp(-0.005, 0.0))
 
 
 @sharded

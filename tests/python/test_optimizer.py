@@ -240,8 +240,10 @@ def test_clipping(stage, norm_type):
 
 @stages
 def test_a_norm_without_gradients_is_zero(stage):
-    optimizer = zero.ZeroOptimizer(make_model(), stage=stage)
-    assert optimizer.clip_grad_norm_(1.0).item() == 0.0
+    optimizer = zero.ZeroOptimizer(make_model(), stage=stage, on_nonfinite="raise")
+    assert optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True).item() == 0.0
+    assert [norm.item() for norm in optimizer.grad_norm(per_group=True)] == [0.0]
+    optimizer.clip_grad_value_(1.0)
     optimizer.step()
 
 

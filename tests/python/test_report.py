@@ -20,5 +20,8 @@ def test_report_has_the_documented_keys():
     assert numbers["theory"]["held"]["optimizer_state"] == 8 * numel
     assert sum(numbers["traffic"].values()) == numbers["theory"]["traffic"] == 0
     assert "parameters" in str(zero.report(optimizer))
+    assert zero.report(optimizer).steps == 2
+    assert zero.report(optimizer).nonfinite_steps == 0
+    assert zero.report(optimizer).nonfinite_parameter is None
     with pytest.raises(TypeError, match="ZeroOptimizer"):
         zero.report(model)

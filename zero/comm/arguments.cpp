@@ -56,6 +56,19 @@ class Checker {
         where());
   }
 
+  // A sum may be rounded to fewer bits, or not at all, than its terms have.
+  void output_type(const at::Tensor& input, const at::Tensor& output) const {
+    const auto from = input.scalar_type();
+    TORCH_CHECK_TYPE(
+        output.scalar_type() == from ||
+            (output.scalar_type() == at::kFloat && (from == at::kBFloat16 || from == at::kHalf)),
+        "[zero.comm] expected the output to have the input's dtype ",
+        from,
+        ", or float32 for an input of 16 bits, got ",
+        output.scalar_type(),
+        where());
+  }
+
   void same_type(const at::Tensor& one, const at::Tensor& other) const {
     TORCH_CHECK_TYPE(
         one.scalar_type() == other.scalar_type(),
@@ -79,11 +92,11 @@ class Checker {
   }
 
   // `shard` may be this rank's slice of `whole`, and nothing else of it.
-  void slice(const char* shard, const char* whole, int64_t shard_bytes) const {
-    const auto* own = whole + place_.rank * shard_bytes;
-    const bool apart = shard + shard_bytes <= whole || whole + place_.size * shard_bytes <= shard;
+  void slice(const char* shard, const char* whole, int64_t slice_bytes, int64_t shard_bytes) const {
+    const auto* own = whole + place_.rank * slice_bytes;
+    const bool apart = shard + shard_bytes <= whole || whole + place_.size * slice_bytes <= shard;
     TORCH_CHECK_VALUE(
-        shard_bytes == 0 || shard == own || apart,
+        shard_bytes == 0 || (shard == own && shard_bytes == slice_bytes) || apart,
         "[zero.comm] expected a shard that is this rank's own slice of the whole buffer or apart "
         "from it, got one that overlaps other ranks' slices",
         where());
@@ -130,7 +143,7 @@ ReduceArguments check_reduce_scatter(
   check.buffer(output, "the output");
   check.buffer(input, "the input");
   check.reduced_type(input);
-  check.same_type(input, output);
+  check.output_type(input, output);
   check.count(input, "the input", place.size * output.numel());
 
   ReduceArguments arguments;
@@ -141,7 +154,13 @@ ReduceArguments check_reduce_scatter(
   arguments.dtype = input.scalar_type();
   arguments.count = output.numel();
   arguments.item_size = static_cast<int64_t>(input.element_size());
-  check.slice(arguments.shard, arguments.whole, arguments.shard_bytes());
+  arguments.out_dtype = output.scalar_type();
+  arguments.out_item_size = static_cast<int64_t>(output.element_size());
+  check.slice(
+      arguments.shard,
+      arguments.whole,
+      arguments.shard_bytes(),
+      arguments.out_bytes(arguments.shard_bytes()));
   check.reduction(arguments, reduction);
   return arguments;
 }
@@ -170,6 +189,8 @@ ReduceArguments check_all_reduce(
   arguments.dtype = tensor.scalar_type();
   arguments.count = tensor.numel() / place.size;
   arguments.item_size = static_cast<int64_t>(tensor.element_size());
+  arguments.out_dtype = arguments.dtype;
+  arguments.out_item_size = arguments.item_size;
   arguments.whole = data;
   arguments.shard = data + place.rank * arguments.shard_bytes();
   check.reduction(arguments, reduction);
@@ -193,7 +214,7 @@ GatherArguments check_all_gather(
   arguments.shard = static_cast<const char*>(input.const_data_ptr());
   arguments.whole = static_cast<char*>(output.mutable_data_ptr());
   arguments.shard_bytes = static_cast<int64_t>(input.nbytes());
-  check.slice(arguments.shard, arguments.whole, arguments.shard_bytes);
+  check.slice(arguments.shard, arguments.whole, arguments.shard_bytes, arguments.shard_bytes);
   return arguments;
 }
 

@@ -17,8 +17,8 @@ struct Place {
   int64_t size = 1;
 };
 
-// A reduction over `whole` (place.size shards) into `shard`. The tensors keep the
-// memory alive.
+// A reduction over `whole` (place.size shards) into `shard`, which may have a wider
+// dtype, as the addend. The tensors keep the memory alive.
 struct ReduceArguments {
   at::Tensor input;
   at::Tensor output;
@@ -27,12 +27,22 @@ struct ReduceArguments {
   char* shard = nullptr;
   const char* addend_data = nullptr;
   at::ScalarType dtype = at::kFloat;
+  at::ScalarType out_dtype = at::kFloat;
   int64_t count = 0; // elements of a shard
   int64_t item_size = 0;
+  int64_t out_item_size = 0;
   double divisor = 1.0;
 
+  // Of what is sent.
   int64_t shard_bytes() const {
     return count * item_size;
+  }
+  // From bytes of a shard of the input to those of the output and the addend.
+  int64_t out_bytes(int64_t bytes) const {
+    return bytes / item_size * out_item_size;
+  }
+  const char* addend_at(int64_t bytes) const {
+    return addend_data == nullptr ? nullptr : addend_data + out_bytes(bytes);
   }
 };
 

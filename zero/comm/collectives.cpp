@@ -81,13 +81,11 @@ class ReduceScatter {
     for (int64_t i = 1; i < peers_.size(); ++i) {
       inputs[peers_.before(i)] = received(chunk, i).data;
     }
-    const auto* addend =
-        arguments_.addend_data == nullptr ? nullptr : arguments_.addend_data + offset(chunk);
     reduce_elements(
         arguments_,
-        arguments_.shard + offset(chunk),
+        arguments_.shard + arguments_.out_bytes(offset(chunk)),
         inputs,
-        addend,
+        arguments_.addend_at(offset(chunk)),
         bytes(chunk) / arguments_.item_size);
     peers_.wait(flight.sends);
     flight = {};

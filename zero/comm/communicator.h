@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <zero/api.h>
+#include <zero/memory/buffer_source.h>
 
 namespace zero::comm {
 
@@ -67,7 +68,8 @@ class ZERO_API Communicator {
   virtual int64_t size() const = 0;
 
   // input: size() * S elements, contiguous. output: S elements, and may be this
-  // rank's own slice of the input. Sends (size() - 1) * S elements.
+  // rank's own slice of the input. Of one dtype, or the output (and the addend) of
+  // fp32 for an input of 16 bits. Sends (size() - 1) * S elements of the input.
   virtual WorkPtr
   reduce_scatter(at::Tensor output, at::Tensor input, Reduction reduction, Tag tag) = 0;
   // output: size() * S elements. input: S elements, and may be this rank's own
@@ -84,8 +86,13 @@ class ZERO_API Communicator {
   virtual void barrier(Tag tag) = 0;
 
   virtual Traffic traffic() const = 0;
-  // How bytes travel, for reports: "group (gloo)", "host (process_vm_readv)".
+  // How bytes travel, for reports: "group (gloo)", "host (threads)".
   virtual std::string transport() const = 0;
+  // Where to take buffers from that the other ranks read fastest (in place, on one
+  // host); null where it makes no difference. Give it to memory::FlatBuffer.
+  virtual std::shared_ptr<memory::BufferSource> buffers() const {
+    return nullptr;
+  }
 
   // Whether ranks can start anew after a failure, which else breaks every later
   // operation.

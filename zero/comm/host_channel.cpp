@@ -324,7 +324,7 @@ void HostChannel::fail(const std::string& why) noexcept {
   group_->give_up(epoch_.load(), why);
   for (int64_t peer = 0; peer < size(); ++peer) {
     // Threads of this process read in place; for others the kernel reads.
-    while (peer != rank() && group_->memory().in_place(peer) &&
+    while (peer != rank() && group_->memory().same_process(peer) &&
            group_->slot(peer, channel_).reading.load() != 0) {
       std::this_thread::yield();
     }

@@ -60,6 +60,12 @@ std::string different_host(const std::vector<Introduction>& all) {
   return {};
 }
 
+bool several_processes(const std::vector<Introduction>& all) {
+  return std::any_of(all.begin(), all.end(), [&](const Introduction& other) {
+    return !other.process.same_process(all[0].process);
+  });
+}
+
 } // namespace
 
 OperationHeader load_header(const OperationHeader& shared) {
@@ -116,6 +122,7 @@ std::shared_ptr<HostGroup> HostGroup::connect(
   }
 
   std::shared_ptr<HostSegment> segment;
+  const auto arena = direct && several_processes(all) ? HostArena::create() : nullptr;
   std::string complaint;
   if (rank == 0) {
     try {
@@ -124,7 +131,11 @@ std::shared_ptr<HostGroup> HostGroup::connect(
       complaint = error.what();
     }
   }
-  const auto address = tell("segment", segment ? segment->address() : std::string()).front();
+  // The segment's address, which is rank 0's to say, and each rank's arena's.
+  const auto addresses = tell(
+      "segment",
+      (segment ? segment->address() : std::string()) + "\n" + (arena ? arena->address() : ""));
+  const auto address = addresses.front().substr(0, addresses.front().find('\n'));
   std::vector<HostProcess> processes;
   std::vector<HostMemory::Probe> probes;
   for (const Introduction& introduction : all) {
@@ -137,6 +148,7 @@ std::shared_ptr<HostGroup> HostGroup::connect(
       segment = segment ? segment : HostSegment::open(address, size, channels);
       group = std::shared_ptr<HostGroup>(new HostGroup(segment, processes, rank, channels));
       group->staged_ = !direct || !group->memory_.can_read(probes);
+      group->map_arenas(arena, addresses);
     } catch (const std::exception& error) {
       complaint = error.what();
     }
@@ -153,7 +165,22 @@ std::shared_ptr<HostGroup> HostGroup::connect(
     group->staged_ = group->staged_ || verdict == "-";
   }
   segment->close_file();
+  if (arena) {
+    arena->close_file();
+  }
   return group;
+}
+
+void HostGroup::map_arenas(
+    const std::shared_ptr<HostArena>& own,
+    const std::vector<std::string>& addresses) {
+  arena_ = own;
+  for (int64_t peer = 0; peer < size(); ++peer) {
+    const std::string address = addresses[peer].substr(addresses[peer].find('\n') + 1);
+    if (!memory_.same_process(peer) && !address.empty()) {
+      memory_.map_arena(peer, address);
+    }
+  }
 }
 
 bool HostGroup::in_own_process() const {

@@ -48,6 +48,10 @@ class HostGroup {
   const HostMemory& memory() const {
     return memory_;
   }
+  // Where buffers come from that the others read in place, or null.
+  const std::shared_ptr<HostArena>& arena() const {
+    return arena_;
+  }
   // Bytes travel through windows of the segment: ranks can't read each other.
   bool staged() const {
     return staged_;
@@ -87,10 +91,12 @@ class HostGroup {
       std::vector<HostProcess> processes,
       int64_t rank,
       int64_t channels);
+  void map_arenas(const std::shared_ptr<HostArena>& own, const std::vector<std::string>& addresses);
 
   const std::shared_ptr<HostSegment> segment_;
   const std::vector<HostProcess> processes_;
-  const HostMemory memory_;
+  HostMemory memory_;
+  std::shared_ptr<HostArena> arena_;
   const int64_t rank_;
   const int64_t channels_;
   bool staged_ = false;

@@ -3,6 +3,7 @@
 #include <sys/prctl.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -11,6 +12,8 @@
 
 namespace zero::comm {
 namespace {
+
+constexpr int64_t kCopied = int64_t{1} << 20; // at a time: see PeerArena::reading
 
 void read_process(int64_t pid, uint64_t address, int64_t bytes, char* to) {
   int64_t done = 0;
@@ -38,15 +41,22 @@ const char* pointer(uint64_t address) {
 } // namespace
 
 HostMemory::HostMemory(std::vector<HostProcess> processes, int64_t rank)
-    : processes_(std::move(processes)) {
+    : processes_(std::move(processes)), arenas_(processes_.size()) {
   for (const HostProcess& process : processes_) {
-    in_place_.push_back(process.same_process(processes_[rank]));
+    same_process_.push_back(process.same_process(processes_[rank]));
+  }
+}
+
+void HostMemory::map_arena(int64_t rank, const std::string& address) {
+  try {
+    arenas_[rank] = std::make_unique<PeerArena>(processes_[rank].pid, address);
+  } catch (const std::system_error&) { // its bytes are copied, then
   }
 }
 
 bool HostMemory::can_read(const std::vector<Probe>& probes) const {
   for (size_t rank = 0; rank < probes.size(); ++rank) {
-    if (in_place_[rank]) {
+    if (same_process_[rank]) {
       continue;
     }
     uint64_t found = 0;
@@ -66,22 +76,42 @@ bool HostMemory::can_read(const std::vector<Probe>& probes) const {
   return true;
 }
 
-const char* HostMemory::view(int64_t rank, uint64_t address, int64_t bytes, char* scratch) const {
-  if (in_place_[rank]) {
+const char* HostMemory::in_place(int64_t rank, uint64_t address, int64_t bytes) const {
+  if (same_process_[rank]) {
     return pointer(address);
+  }
+  PeerArena* const arena = arenas_[rank].get();
+  const char* const data = arena == nullptr ? nullptr : arena->find(address, bytes);
+  if (data != nullptr) {
+    arena->reading(bytes);
+  }
+  return data;
+}
+
+const char* HostMemory::view(int64_t rank, uint64_t address, int64_t bytes, char* scratch) const {
+  if (const char* const data = in_place(rank, address, bytes)) {
+    return data;
   }
   read_process(processes_[rank].pid, address, bytes, scratch);
   return scratch;
 }
 
 void HostMemory::copy(int64_t rank, uint64_t address, int64_t bytes, char* to) const {
-  if (bytes == 0) {
-    return;
+  for (int64_t begin = 0; begin < bytes; begin += kCopied) {
+    const int64_t length = std::min(kCopied, bytes - begin);
+    if (const char* const data = in_place(rank, address + begin, length)) {
+      std::memcpy(to + begin, data, static_cast<size_t>(length));
+    } else {
+      read_process(processes_[rank].pid, address + begin, length, to + begin);
+    }
   }
-  if (in_place_[rank]) {
-    std::memcpy(to, pointer(address), static_cast<size_t>(bytes));
-  } else {
-    read_process(processes_[rank].pid, address, bytes, to);
+}
+
+void HostMemory::rest() const {
+  for (const auto& arena : arenas_) {
+    if (arena) {
+      arena->rest();
+    }
   }
 }
 

@@ -41,12 +41,22 @@ std::string HostTransport::describe() const {
   if (channel_.group().staged()) {
     return "host (shared windows)";
   }
+  const HostMemory& memory = channel_.group().memory();
+  const char* how = "host (threads)";
   for (int64_t rank = 0; rank < channel_.size(); ++rank) {
-    if (!channel_.group().memory().in_place(rank)) {
-      return "host (process_vm_readv)";
+    if (!memory.same_process(rank)) {
+      if (!memory.has_arena(rank)) {
+        return "host (process_vm_readv)";
+      }
+      how = "host (shared buffers, process_vm_readv)";
     }
   }
-  return "host (threads)";
+  return how;
+}
+
+std::shared_ptr<memory::BufferSource> HostTransport::buffers() const {
+  const HostGroup& group = channel_.group();
+  return group.staged() ? nullptr : group.arena();
 }
 
 template <typename Body>
@@ -100,6 +110,7 @@ void HostTransport::move(
   }
   if (!group.staged()) {
     channel_.advance(&HostSlot::taken);
+    group.memory().rest();
   }
 }
 
@@ -138,10 +149,12 @@ void HostTransport::sum_piece(
           peer, channel_.post_of(peer).address + offset, piece.bytes, scratch(used++)));
     }
   }
-  const char* addend =
-      arguments.addend_data == nullptr ? nullptr : arguments.addend_data + piece.begin;
   reduce_elements(
-      arguments, arguments.shard + piece.begin, inputs, addend, piece.bytes / arguments.item_size);
+      arguments,
+      arguments.shard + arguments.out_bytes(piece.begin),
+      inputs,
+      arguments.addend_at(piece.begin),
+      piece.bytes / arguments.item_size);
 }
 
 void HostTransport::scatter_sums(const ReduceArguments& arguments) {

@@ -25,6 +25,7 @@ class HostTransport final : public Transport {
 
   Place place() const override;
   std::string describe() const override;
+  std::shared_ptr<memory::BufferSource> buffers() const override;
   int64_t reduce_scatter(const Opening& opening, const ReduceArguments& arguments) override;
   int64_t all_gather(const Opening& opening, const GatherArguments& arguments) override;
   int64_t all_reduce(const Opening& opening, const ReduceArguments& arguments) override;

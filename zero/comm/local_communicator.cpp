@@ -33,7 +33,8 @@ void reduce(const ReduceArguments& arguments) {
   if (arguments.count == 0) {
     return;
   }
-  if (arguments.divisor == 1.0 && arguments.addend_data == nullptr) {
+  if (arguments.divisor == 1.0 && arguments.addend_data == nullptr &&
+      arguments.out_dtype == arguments.dtype) {
     if (arguments.shard != arguments.whole) {
       std::memcpy(arguments.shard, arguments.whole, arguments.shard_bytes());
     }

@@ -145,6 +145,10 @@ std::string QueuedCommunicator::transport() const {
   return queue_->transport().describe();
 }
 
+std::shared_ptr<memory::BufferSource> QueuedCommunicator::buffers() const {
+  return queue_->transport().buffers();
+}
+
 bool QueuedCommunicator::recoverable() const {
   return queue_->recoverable();
 }

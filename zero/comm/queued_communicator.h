@@ -33,6 +33,7 @@ class QueuedCommunicator final : public Communicator {
   void barrier(Tag tag) override;
   Traffic traffic() const override;
   std::string transport() const override;
+  std::shared_ptr<memory::BufferSource> buffers() const override;
   bool recovers() const override {
     return queue_->recovers();
   }

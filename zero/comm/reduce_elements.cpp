@@ -6,7 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include "csrc/kernels/kernels.h"
+#include <zero/memory/kernel_type.h>
 
 namespace zero::comm {
 namespace {
@@ -15,20 +15,6 @@ constexpr std::uintptr_t kAlignment = 64;
 
 bool is_aligned(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % kAlignment == 0;
-}
-
-kernels::Type kernel_type(at::ScalarType dtype) {
-  switch (dtype) {
-  case at::kFloat:
-    return kernels::Type::f32;
-  case at::kDouble:
-    return kernels::Type::f64;
-  case at::kBFloat16:
-    return kernels::Type::bf16;
-  default:
-    TORCH_INTERNAL_ASSERT(dtype == at::kHalf);
-    return kernels::Type::f16;
-  }
 }
 
 // Elements may lie anywhere: read and written as bytes.
@@ -59,7 +45,7 @@ void reduce_floats(
     const std::vector<const void*>& inputs,
     const char* addend,
     int64_t count) {
-  const auto bytes = count * arguments.item_size;
+  const auto bytes = count * arguments.out_item_size;
   // Shards of a flat layout are aligned; other callers' need not be.
   at::Tensor aligned_out;
   at::Tensor aligned_addend;
@@ -75,12 +61,13 @@ void reduce_floats(
     addend = copy;
   }
   kernels::reduce_ranks(
-      kernel_type(arguments.dtype),
-      target,
-      inputs.data(),
-      static_cast<int64_t>(inputs.size()),
-      addend,
-      arguments.divisor,
+      {.type = memory::kernel_type(arguments.dtype),
+       .inputs = inputs.data(),
+       .input_count = static_cast<int64_t>(inputs.size()),
+       .out_type = memory::kernel_type(arguments.out_dtype),
+       .out = target,
+       .addend = addend,
+       .divisor = arguments.divisor},
       count);
   if (target != out) {
     std::memcpy(out, target, bytes);

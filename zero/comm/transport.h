@@ -6,6 +6,7 @@
 // where it recovers(), broken() and behind() may be called from others.
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 
 #include <zero/comm/arguments.h>
 #include <zero/comm/operation_header.h>
+#include <zero/memory/buffer_source.h>
 
 namespace zero::comm {
 
@@ -26,8 +28,12 @@ class Transport {
  public:
   virtual ~Transport() = default;
   virtual Place place() const = 0;
-  // "group (gloo)", "host (process_vm_readv)": for reports.
+  // "group (gloo)", "host (threads)": for reports.
   virtual std::string describe() const = 0;
+  // See Communicator.
+  virtual std::shared_ptr<memory::BufferSource> buffers() const {
+    return nullptr;
+  }
 
   // All throw c10::DistBackendError that names this rank, the operation and the
   // rank that did not do as this one. They return the bytes that this rank sent.

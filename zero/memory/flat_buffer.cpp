@@ -81,13 +81,19 @@ c10::Storage allocate_storage(int64_t bytes) {
 }
 
 // Dispatches nothing on the CPU: the caller may be in any mode.
-at::Tensor zeros(int64_t numel, const at::TensorOptions& options) {
+at::Tensor zeros(int64_t numel, const at::TensorOptions& options, BufferSource* source) {
   if (!options.device().is_cpu()) {
     return at::zeros({numel}, options.requires_grad(false));
   }
   const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
-  return tensor_over(
-      bytes >= kMapped ? map_storage(bytes) : allocate_storage(bytes), {numel}, {1}, options);
+  c10::Storage storage;
+  if (bytes >= kMapped && source != nullptr) {
+    storage = source->allocate(bytes);
+  }
+  if (!storage) {
+    storage = bytes >= kMapped ? map_storage(bytes) : allocate_storage(bytes);
+  }
+  return tensor_over(storage, {numel}, {1}, options);
 }
 
 } // namespace
@@ -96,11 +102,12 @@ FlatBuffer::FlatBuffer(
     int64_t numel,
     const at::TensorOptions& options,
     Purpose purpose,
-    std::shared_ptr<Account> account)
+    std::shared_ptr<Account> account,
+    BufferSource* source)
     : purpose_(purpose), account_(std::move(account)) {
   // A buffer made under inference_mode would be useless to later training.
   const c10::InferenceMode normal(false);
-  tensor_ = zeros(numel, options);
+  tensor_ = zeros(numel, options, source);
   account_->add(purpose_, static_cast<int64_t>(tensor_.nbytes()));
 }
 
@@ -145,10 +152,6 @@ at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel) {
   return view;
 }
 
-void* element(const at::Tensor& dense, int64_t index) {
-  return static_cast<char*>(dense.mutable_data_ptr()) + index * dense.itemsize();
-}
-
 void keep_heap_small() {
 #ifdef __GLIBC__
   if (std::getenv("MALLOC_MMAP_THRESHOLD_") == nullptr &&
@@ -162,34 +165,6 @@ void return_free_memory() {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
-}
-
-void zero_elements(const at::Tensor& dense, int64_t begin, int64_t numel) {
-  if (numel == 0) {
-    return;
-  }
-  if (dense.is_cpu()) {
-    std::memset(element(dense, begin), 0, numel * dense.itemsize());
-  } else {
-    flat_view(dense, begin, numel).zero_();
-  }
-}
-
-void copy_elements(
-    const at::Tensor& target,
-    int64_t target_begin,
-    const at::Tensor& source,
-    int64_t source_begin,
-    int64_t numel) {
-  if (numel == 0) {
-    return;
-  }
-  if (target.is_cpu() && source.is_cpu()) {
-    std::memmove(
-        element(target, target_begin), element(source, source_begin), numel * target.itemsize());
-  } else {
-    flat_view(target, target_begin, numel).copy_(flat_view(source, source_begin, numel));
-  }
 }
 
 } // namespace zero::memory

@@ -1,25 +1,28 @@
 #pragma once
 
-// Owned, accounted, one-dimensional memory, and the raw moves of bytes between
-// such buffers (no dispatch, so they are invisible to autograd and to observers).
+// Owned, accounted, one-dimensional memory.
 
 #include <memory>
 
 #include <ATen/core/Tensor.h>
 
+#include <zero/api.h>
 #include <zero/memory/account.h>
+#include <zero/memory/buffer_source.h>
+#include <zero/memory/elements.h>
 
 namespace zero::memory {
 
-class FlatBuffer {
+class ZERO_API FlatBuffer {
  public:
   FlatBuffer() = default;
-  // `numel` elements, zeroed.
+  // `numel` elements, zeroed. Large ones come from `source`, where it has them.
   FlatBuffer(
       int64_t numel,
       const at::TensorOptions& options,
       Purpose purpose,
-      std::shared_ptr<Account> account);
+      std::shared_ptr<Account> account,
+      BufferSource* source = nullptr);
   FlatBuffer(FlatBuffer&& other) noexcept;
   FlatBuffer& operator=(FlatBuffer&& other) noexcept;
   FlatBuffer(const FlatBuffer&) = delete;
@@ -62,20 +65,5 @@ void keep_heap_small();
 // Hands what the heap has free back to the system: after tensors of a whole model
 // were freed one by one.
 void return_free_memory();
-
-// Sets elements [begin, begin + numel) of a dense tensor's memory to zero.
-void zero_elements(const at::Tensor& dense, int64_t begin, int64_t numel);
-
-// target[target_begin + k] = source[source_begin + k] for k < numel; both dense,
-// of one dtype.
-void copy_elements(
-    const at::Tensor& target,
-    int64_t target_begin,
-    const at::Tensor& source,
-    int64_t source_begin,
-    int64_t numel);
-
-// Pointer to an element of a dense tensor's memory.
-void* element(const at::Tensor& dense, int64_t index);
 
 } // namespace zero::memory

@@ -21,7 +21,8 @@ Slab SlabPool::take(int64_t numel, const at::TensorOptions& options) {
     }
   }
   if (!slab.bytes) {
-    slab.bytes = FlatBuffer(bytes, options.dtype(at::kByte), Purpose::buffers, account_);
+    slab.bytes =
+        FlatBuffer(bytes, options.dtype(at::kByte), Purpose::buffers, account_, source_.get());
   }
   slab.tensor = tensor_over(slab.bytes.tensor().storage(), {numel}, {1}, options);
   return slab;

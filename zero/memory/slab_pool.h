@@ -25,7 +25,10 @@ struct Slab {
 // Thread-safe. Counted as Purpose::buffers, also while free.
 class SlabPool {
  public:
-  explicit SlabPool(std::shared_ptr<Account> account) : account_(std::move(account)) {}
+  explicit SlabPool(
+      std::shared_ptr<Account> account,
+      std::shared_ptr<BufferSource> source = nullptr)
+      : account_(std::move(account)), source_(std::move(source)) {}
 
   // `numel` elements of any value.
   Slab take(int64_t numel, const at::TensorOptions& options);
@@ -45,6 +48,7 @@ class SlabPool {
   std::mutex mutex_;
   std::vector<Free> free_;
   std::shared_ptr<Account> account_;
+  std::shared_ptr<BufferSource> source_;
 };
 
 } // namespace zero::memory

@@ -79,6 +79,21 @@ SlabView::adopt(at::Tensor& tensor, const at::Tensor& slab, int64_t offset, bool
   return view;
 }
 
+SlabView SlabView::replace(at::Tensor& tensor, const at::Tensor& slab, int64_t offset) {
+  SlabView view;
+  view.storage_ =
+      empty_storage(static_cast<int64_t>(tensor.numel() * slab.itemsize()), slab.device());
+  impl_of(view.storage_)->set_data_ptr_noswap(pointer_into(slab, offset));
+  at::Tensor gradient = tensor.grad();
+  tensor.mutable_grad().reset();
+  tensor.set_data(tensor_over(
+      view.storage_, tensor.sizes(), tensor.strides(), tensor.options().dtype(slab.dtype())));
+  if (gradient.defined()) {
+    tensor.mutable_grad() = gradient.to(tensor.scalar_type());
+  }
+  return view;
+}
+
 std::pair<at::Tensor, SlabView>
 SlabView::make(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
   int64_t numel = 1;

@@ -63,6 +63,10 @@ class SlabView {
   static std::pair<at::Tensor, SlabView>
   make(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
 
+  // Gives a tensor the slab's dtype and elements from `offset` on, in a storage of
+  // its own. What it held is let go.
+  static SlabView replace(at::Tensor& tensor, const at::Tensor& slab, int64_t offset);
+
   // Opens on elements of a slab from `offset` on. `on_use` is told of writes.
   void point_to(const at::Tensor& slab, int64_t offset, OnUse* on_use = nullptr);
   // Takes the data away; open() brings it back. `on_use` may be null.

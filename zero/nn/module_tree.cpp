@@ -83,6 +83,19 @@ std::string some_names(const std::vector<ModuleSpec>& specs) {
 
 } // namespace
 
+std::unordered_set<const c10::TensorImpl*> parameters_of_batch_norms(const Module& module) {
+  std::unordered_set<const c10::TensorImpl*> parameters;
+  for (const auto& part : module.modules()) {
+    if (c10::demangle(typeid(*part).name()).find("BatchNorm") == std::string::npos) {
+      continue;
+    }
+    for (const at::Tensor& parameter : part->parameters(/*recurse=*/false)) {
+      parameters.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  return parameters;
+}
+
 std::vector<ModuleSpec> read_modules(
     const Module& module,
     const IndexOf& index_of_parameter,

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <zero/api.h>
@@ -29,5 +30,10 @@ ZERO_API std::vector<layout::ModuleSpec> read_modules(
     const torch::nn::Module& module,
     const std::unordered_map<const c10::TensorImpl*, int64_t>& index_of_parameter,
     const std::vector<std::string>& chosen_names);
+
+// Parameters of batch norms, which compute with statistics of fp32 and take inputs of
+// 16 bits as they are: they keep their dtype in mixed precision.
+std::unordered_set<const c10::TensorImpl*> parameters_of_batch_norms(
+    const torch::nn::Module& module);
 
 } // namespace zero::nn

@@ -2,23 +2,34 @@
 
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
+
 #include <zero/autograd/backward_end.h>
 #include <zero/autograd/use_guard.h>
-#include <zero/optim/gradient_norm.h>
 #include <zero/optim/native_step.h>
+#include <zero/sharding/dtype_names.h>
 
 namespace zero {
 namespace {
 
-std::unique_ptr<sharding::GradientStorage> make_storage(
+sharding::GradientContext make_context(
     const Options& options,
     sharding::ParameterTable& table,
     const std::shared_ptr<comm::Communicator>& communicator,
-    const std::shared_ptr<memory::Account>& account,
+    const std::shared_ptr<memory::Account>& account) {
+  sharding::GradientContext context{table, communicator, account};
+  context.divisor = options.average ? static_cast<double>(communicator->size()) : 1.0;
+  if (options.reduce_dtype) {
+    context.reduce_dtype = sharding::dtype_named(*options.reduce_dtype);
+  }
+  return context;
+}
+
+std::unique_ptr<sharding::GradientStorage> make_storage(
+    int64_t stage,
+    const sharding::GradientContext& context,
     const std::shared_ptr<memory::SlabPool>& pool) {
-  const double divisor = options.average ? static_cast<double>(communicator->size()) : 1.0;
-  const sharding::GradientContext context{table, communicator, account, divisor};
-  switch (options.stage) {
+  switch (stage) {
   case 0:
     return sharding::make_replicated_gradients(context);
   case 1:
@@ -38,14 +49,16 @@ Engine::Impl::Impl(
       communicator(std::move(with)),
       gathers(units.gathers ? units.gathers : communicator),
       account(std::make_shared<memory::Account>()),
-      pool(given.stage == 3 ? std::make_shared<memory::SlabPool>(account) : nullptr),
-      table(options, communicator->rank(), communicator->size(), account),
+      pool(
+          given.stage == 3 ? std::make_shared<memory::SlabPool>(account, communicator->buffers())
+                           : nullptr),
+      table(options, communicator->rank(), communicator->size(), account, communicator->buffers()),
       gradients(
-          table,
-          communicator,
-          make_storage(options, table, communicator, account, pool),
+          make_context(options, table, communicator, account),
+          make_storage(options.stage, make_context(options, table, communicator, account), pool),
           options.stage == 0),
-      state(table, account) {
+      state(table, account),
+      masters(table, account, options.stage == 0) {
   if (options.stage == 3) {
     TORCH_CHECK_VALUE(
         gathers != communicator || communicator->size() == 1,
@@ -123,6 +136,18 @@ void Engine::Impl::settle() {
   gradients.flush();
   table.reattach();
   gradients.import_assigned();
+}
+
+// At stage 3 nobody can write to parameters but where masters follow at once.
+void Engine::Impl::refresh_masters() {
+  if (parameters) {
+    return;
+  }
+  for (int64_t b = 0; b < table.bucket_count(); ++b) {
+    if (masters.has(b)) {
+      masters.refresh(b);
+    }
+  }
 }
 
 bool Engine::Impl::any_gradient(int64_t bucket) const {
@@ -220,7 +245,7 @@ bool Engine::requires_gradient_sync() const {
   return impl_->gradients.sync();
 }
 
-void Engine::begin_step() {
+bool Engine::begin_step() {
   impl_->account->mark();
   impl_->settle();
   if (impl_->parameters) {
@@ -229,13 +254,17 @@ void Engine::begin_step() {
     }
     impl_->parameters->before_step();
   }
+  impl_->refresh_masters();
+  return impl_->may_step();
 }
 
-void Engine::step(const std::vector<Rule>& rules) {
+bool Engine::step(const std::vector<Rule>& rules) {
   for (const Rule& rule : rules) {
     validate(rule);
   }
-  begin_step();
+  if (!begin_step()) {
+    return false;
+  }
   for (int64_t b = impl_->table.bucket_count() - 1; b >= 0; --b) {
     if (!impl_->any_gradient(b)) {
       continue;
@@ -249,17 +278,23 @@ void Engine::step(const std::vector<Rule>& rules) {
         " for group ",
         group);
     impl_->state_tensors = static_cast<int64_t>(sharding::state_names(rules[group]).size());
-    optim::native_step(impl_->table, impl_->gradients, impl_->state, b, rules[group]);
+    optim::native_step(
+        impl_->table, impl_->gradients, impl_->state, impl_->masters, b, rules[group]);
     impl_->publish(b);
   }
   impl_->gradients.count_step();
+  return true;
 }
 
 void Engine::end_step() {
   for (int64_t b = impl_->table.bucket_count() - 1; b >= 0; --b) {
-    if (impl_->any_gradient(b)) {
-      impl_->publish(b);
+    if (!impl_->any_gradient(b)) {
+      continue;
     }
+    if (impl_->masters.has(b)) {
+      impl_->masters.publish(b, impl_->masters.range(b));
+    }
+    impl_->publish(b);
   }
   impl_->gradients.count_step();
 }
@@ -276,7 +311,14 @@ std::vector<int64_t> Engine::stepping() {
 
 at::Tensor Engine::shard_parameter(int64_t index) {
   impl_->checked(index);
-  return impl_->values(index, impl_->updated(index));
+  return impl_->exact_values(index, impl_->updated(index));
+}
+
+at::Tensor Engine::stepping_gradient(int64_t index) {
+  const at::Tensor gradient = shard_gradient(index);
+  const auto dtype = shard_parameter(index).scalar_type();
+  const at::NoGradGuard no_grad;
+  return gradient.defined() ? gradient.to(dtype) : gradient;
 }
 
 at::Tensor Engine::shard_gradient(int64_t index) {
@@ -286,24 +328,6 @@ at::Tensor Engine::shard_gradient(int64_t index) {
   }
   const layout::Range held = impl_->held(index);
   return memory::flat_view(impl_->gradients.reduced(entry.slot.bucket), held.begin, held.size());
-}
-
-void Engine::zero_grad(bool set_to_none) {
-  impl_->gradients.zero(set_to_none);
-}
-
-double Engine::grad_norm(double norm_type) {
-  impl_->settle();
-  return optim::gradient_norm(impl_->table, impl_->gradients, *impl_->communicator, norm_type);
-}
-
-double Engine::clip_grad_norm(double max_norm, double norm_type) {
-  const double norm = grad_norm(norm_type);
-  const float coefficient = static_cast<float>(max_norm) / (static_cast<float>(norm) + 1e-6F);
-  if (!(coefficient >= 1.0F)) { // NaN scales, as in torch
-    optim::scale_gradients(impl_->table, impl_->gradients, coefficient);
-  }
-  return norm;
 }
 
 void Engine::wait_parameters() {

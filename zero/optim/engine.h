@@ -75,28 +75,52 @@ class ZERO_API Engine {
   void set_requires_gradient_sync(bool sync);
   bool requires_gradient_sync() const;
 
-  // [collective] One optimizer step by native rules, one rule a group.
-  void step(const std::vector<Rule>& rules);
+  // [collective] One optimizer step by native rules, one rule a group. False: left
+  // out on all ranks, because a gradient is not finite and on_nonfinite is "skip".
+  bool step(const std::vector<Rule>& rules);
 
   // [collective] A step by somebody else's rule: between the two calls, the
   // caller updates shard_parameter() from shard_gradient() for each parameter
-  // in stepping().
-  void begin_step();
+  // in stepping(). False: as of step(), and end_step() must not be called.
+  bool begin_step();
   void end_step();
   // Parameters that have a gradient and a part on this rank.
   std::vector<int64_t> stepping();
-  // One-dimensional views of this rank's part of a parameter and of its reduced
-  // gradient, in the memory order of the parameter (empty when it has no part).
+  // One-dimensional views of this rank's part of a parameter (of its fp32 master where
+  // it has one) and of its reduced gradient, in the memory order of the parameter
+  // (empty when it has no part).
   at::Tensor shard_parameter(int64_t index);
   at::Tensor shard_gradient(int64_t index);
+  // The gradient in the dtype of shard_parameter(): a copy where it has another.
+  at::Tensor stepping_gradient(int64_t index);
 
   void zero_grad(bool set_to_none);
   // [collective] The norm of the whole gradient, rounded to fp32 once; the same
   // bits on every rank, at every stage and world size.
   double grad_norm(double norm_type);
+  // [collective] The same of each parameter group by itself, in one exchange.
+  std::vector<double> grad_norms(double norm_type);
   // [collective] As torch.nn.utils.clip_grad_norm_: returns the norm before
-  // clipping, scales gradients by min(1, max_norm / (norm + 1e-6)).
-  double clip_grad_norm(double max_norm, double norm_type);
+  // clipping, scales gradients by min(1, max_norm / (norm + 1e-6)). With
+  // `error_if_nonfinite` raises before scaling, naming a parameter.
+  double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite = false);
+  // [collective] Clamps gradients to [-clip_value, clip_value].
+  void clip_grad_value(double clip_value);
+
+  // [collective] Multiplies gradients by `factor`, the inverse of a loss scale.
+  // Returns the first parameter, in the model's order, of whose gradient any rank
+  // holds a non-finite element; -1 when all are finite.
+  int64_t unscale(double factor);
+  // [collective] The same and clip_grad_norm() with one pass fewer, and one
+  // exchange. Non-finite gradients are not clipped.
+  struct Clipped {
+    double norm;
+    int64_t nonfinite; // as unscale() returns
+  };
+  Clipped unscale_and_clip(double factor, double max_norm, double norm_type);
+  // For report(): a step was left out because of this parameter's gradient. step()
+  // and begin_step() count their own.
+  void count_nonfinite(int64_t parameter);
 
   // Stage 3. Around a forward of a unit's module [collective], and around other
   // code of the model; inside, operations gather what they read. C++ programs,
@@ -135,6 +159,11 @@ class ZERO_API Engine {
 
   // [collective at stages 1 to 3] Whole tensors in the parameter's own shape.
   at::Tensor full_parameter(int64_t index);
+  // Whether it computes in 16 bits and has an fp32 master, which full_parameter() gives.
+  bool has_master(int64_t index) const;
+  // The master, where there is one, from a whole tensor; the parameter has its values
+  // rounded already. No communication.
+  void load_master(int64_t index, const at::Tensor& whole);
   // Takes part in other ranks' full_parameter(), without a whole one here.
   void join_full_parameter(int64_t index);
   at::Tensor full_gradient(int64_t index); // undefined when there is none
@@ -164,11 +193,13 @@ class ZERO_API Engine {
     memory::Usage held;
     memory::Usage peak; // since the last step began
     comm::Traffic traffic; // sent by this rank in training
-    int64_t steps = 0;
+    int64_t steps = 0; // taken
+    int64_t nonfinite_steps = 0; // not taken, or raised, because of a gradient ...
+    std::string nonfinite_parameter; // ... the last time of this parameter, the first such
     memory::Usage theory_held; // section 3 of docs/design.md, without padding
     int64_t theory_traffic = 0; // per step with one micro-batch, without padding
     int64_t padding = 0; // bytes of padding in parameters' flat buffers
-    std::string transport; // how bytes travel: "host (process_vm_readv)", "group (gloo)" ...
+    std::string transport; // how bytes travel: "host (threads)", "group (gloo)" ...
   };
   Report report() const;
   // The report as a table.

@@ -81,6 +81,12 @@ void Engine::Impl::take_in(const std::vector<int64_t>& indices) {
   for (int64_t b = first; b < table.bucket_count(); ++b) {
     table.adopt(b);
     broadcast(table.bucket(b).values.tensor(), 0, table.bucket(b).what);
+    if (table.bucket(b).narrowed) {
+      const memory::FlatBuffer before = table.narrow(b);
+      if (table.bucket(b).masters) {
+        masters.keep(b, before.tensor());
+      }
+    }
     if (parameters) {
       table.shard_values(b);
     }

@@ -10,7 +10,9 @@
 
 #include <zero/autograd/accumulate_hooks.h>
 #include <zero/optim/engine.h>
+#include <zero/optim/nonfinite.h>
 #include <zero/sharding/gradients.h>
+#include <zero/sharding/master_weights.h>
 #include <zero/sharding/optimizer_state.h>
 #include <zero/sharding/parameter_gather.h>
 #include <zero/sharding/parameters.h>
@@ -49,6 +51,11 @@ struct Engine::Impl final : autograd::AccumulateListener,
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
   void publish(int64_t bucket);
   bool any_gradient(int64_t bucket) const;
+  // [collective, unless on_nonfinite is "ignore"] Whether gradients are finite on all
+  // ranks; throws on all where they are not and shall raise.
+  bool may_step();
+  void count_nonfinite(int64_t parameter);
+  std::string describe(const optim::Nonfinite& found) const;
   // The part of a parameter that this rank owns (at stage 0 and of what is not
   // sharded: all of it), as elements of it.
   layout::Range owned(int64_t index) const;
@@ -62,6 +69,9 @@ struct Engine::Impl final : autograd::AccumulateListener,
   at::Tensor unshard(int64_t index, const at::Tensor& own, Part part);
   // The values of a part that this rank holds, as a view; empty without one.
   at::Tensor values(int64_t index, layout::Range part) const;
+  // The same, of the master weights where there are any.
+  at::Tensor exact_values(int64_t index, layout::Range part) const;
+  void refresh_masters();
   std::vector<int64_t> all_indices() const;
   const sharding::ParameterEntry& checked(int64_t index) const;
 
@@ -73,6 +83,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   sharding::ParameterTable table;
   sharding::GradientManager gradients;
   sharding::OptimizerStateManager state;
+  sharding::MasterWeights masters;
   // Stages 1 and 2 of several ranks: updated shards travel after the step.
   std::unique_ptr<sharding::ParameterGather> gather;
   std::unique_ptr<sharding::ParameterManager> parameters; // stage 3
@@ -83,6 +94,8 @@ struct Engine::Impl final : autograd::AccumulateListener,
   bool released = false; // by release_parameters()
   std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter
   int64_t state_tensors = 2; // of the rule in use, for the theory
+  int64_t nonfinite_steps = 0;
+  int64_t nonfinite_parameter = -1; // of the last one
 };
 
 } // namespace zero

@@ -42,6 +42,18 @@ at::Tensor Engine::Impl::values(int64_t index, layout::Range part) const {
   return table.values(entry.slot.bucket, entry.slot.offset + part.begin, part.size());
 }
 
+at::Tensor Engine::Impl::exact_values(int64_t index, layout::Range part) const {
+  const sharding::ParameterEntry& entry = table.entry(index);
+  if (!entry.flat || !masters.has(entry.slot.bucket)) {
+    return values(index, part);
+  }
+  if (part.size() == 0) {
+    return at::empty({0}, at::TensorOptions(at::kFloat).device(entry.parameter.tensor.device()));
+  }
+  return masters.view(
+      entry.slot.bucket, {entry.slot.offset + part.begin, entry.slot.offset + part.end});
+}
+
 std::vector<at::Tensor> Engine::Impl::parts(int64_t index, const at::Tensor& own, Part part) {
   static constexpr std::array<const char*, 4> kNames = {
       "the value", "the gradient", "optimizer state", "a tensor"};
@@ -100,18 +112,39 @@ at::Tensor Engine::Impl::unshard(int64_t index, const at::Tensor& own, Part part
 
 at::Tensor Engine::full_parameter(int64_t index) {
   impl_->settle();
+  impl_->refresh_masters();
   const sharding::ParameterEntry& entry = impl_->checked(index);
-  if (!impl_->parameters) {
+  if (!impl_->parameters && !has_master(index)) {
     const at::NoGradGuard no_grad;
     return entry.parameter.tensor.detach().clone();
   }
-  return impl_->unshard(index, impl_->values(index, impl_->owned(index)), Impl::Part::value);
+  return impl_->unshard(index, impl_->exact_values(index, impl_->owned(index)), Impl::Part::value);
+}
+
+bool Engine::has_master(int64_t index) const {
+  const sharding::ParameterEntry& entry = impl_->checked(index);
+  return entry.flat && impl_->masters.has(entry.slot.bucket);
+}
+
+void Engine::load_master(int64_t index, const at::Tensor& whole) {
+  if (!has_master(index)) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const layout::Slot& slot = impl_->table.entry(index).slot;
+  const layout::Range own = impl_->updated(index);
+  const layout::Range elements{slot.offset + own.begin, slot.offset + own.end};
+  if (own.size() > 0) {
+    impl_->masters.view(slot.bucket, elements).copy_(shard(index, whole));
+    impl_->masters.publish(slot.bucket, elements);
+  }
 }
 
 void Engine::join_full_parameter(int64_t index) {
   impl_->settle();
-  if (impl_->parameters) {
-    impl_->parts(index, impl_->values(index, impl_->owned(index)), Impl::Part::value);
+  impl_->refresh_masters();
+  if (impl_->parameters || (has_master(index) && impl_->options.stage > 0)) {
+    impl_->parts(index, impl_->exact_values(index, impl_->owned(index)), Impl::Part::value);
   }
 }
 
@@ -181,7 +214,10 @@ void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tens
   impl_->state.step_count(index) = steps;
   const layout::Range held = impl_->held(index);
   const auto& tensors = impl_->state.tensors(
-      entry.slot.bucket, names, impl_->gradients.reduced_range(entry.slot.bucket).size());
+      entry.slot.bucket,
+      names,
+      shard_parameter(index).options().requires_grad(false),
+      impl_->gradients.reduced_range(entry.slot.bucket).size());
   for (size_t k = 0; k < tensors.size(); ++k) {
     at::Tensor flat = tensors[k].view(held.begin, held.size());
     if (state.empty()) {
@@ -210,6 +246,11 @@ void Engine::broadcast_parameters(const std::vector<int64_t>& indices, int64_t r
   }
   for (const int64_t unit : units) {
     impl_->parameters->store(unit);
+  }
+  for (const int64_t index : indices) {
+    if (has_master(index)) {
+      impl_->masters.refresh(impl_->table.entry(index).slot.bucket);
+    }
   }
 }
 

@@ -38,6 +38,10 @@ Engine::Report Engine::report() const {
     report.traffic.all_gather = impl_->gathers->traffic().all_gather;
   }
   report.steps = impl_->gradients.steps();
+  report.nonfinite_steps = impl_->nonfinite_steps;
+  if (impl_->nonfinite_parameter >= 0) {
+    report.nonfinite_parameter = impl_->table.entry(impl_->nonfinite_parameter).parameter.name;
+  }
   report.padding = impl_->table.padding_bytes();
   report.transport = impl_->communicator->transport();
   int64_t trainable = 0;
@@ -67,6 +71,10 @@ std::string Engine::report_table() const {
   std::ostringstream table;
   table << "Zero stage " << impl_->options.stage << ", rank " << rank() << " of " << world_size()
         << ", " << numbers.steps << " steps, transport " << numbers.transport << "\n";
+  if (numbers.nonfinite_steps > 0) {
+    table << "  steps left out for a non-finite gradient: " << numbers.nonfinite_steps
+          << ", the last for that of parameter '" << numbers.nonfinite_parameter << "'\n";
+  }
   row(table, {"MiB on this rank", "held", "peak", "theory"});
   const memory::Usage& held = numbers.held;
   const memory::Usage& peak = numbers.peak;

@@ -1,100 +1,191 @@
 #include <zero/optim/gradient_norm.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
 #include <ATen/ops/empty.h>
 
-#include <zero/optim/kernel_type.h>
-#include <zero/optim/runs.h>
+#include <zero/optim/gradient_stretches.h>
 
 namespace zero::optim {
 namespace {
 
-using memory::element;
+// A norm in the making, on this rank or on all.
+struct Sum {
+  kernels::ExactSum powers;
+  bool rounds = false; // to fp32: a gradient is not fp64
 
-std::vector<Run> runs_with_gradient(
-    sharding::ParameterTable& table,
-    sharding::GradientManager& gradients,
-    int64_t bucket,
-    layout::Range range) {
-  return runs_of(table, bucket, range, [&](int64_t parameter) {
-    return gradients.has_gradient(parameter) ? 0 : -1;
-  });
+  bool finite() const {
+    return std::isfinite(powers.total()) && std::isfinite(powers.maximum());
+  }
+  void merge(const Sum& other) {
+    powers.merge(other.powers);
+    rounds = rounds || other.rounds;
+  }
+  double norm(double p) const {
+    double norm = 0.0;
+    if (std::isinf(p)) {
+      norm = powers.maximum();
+    } else if (p == 2.0) {
+      norm = std::sqrt(powers.total());
+    } else {
+      norm = p == 1.0 ? powers.total() : std::pow(powers.total(), 1.0 / p);
+    }
+    return rounds ? static_cast<double>(static_cast<float>(norm)) : norm;
+  }
+};
+
+// What a rank says of one norm: the sum, whose flags leave room for `rounds` and, in
+// the first message, for the first parameter that is not finite. It fits in the
+// header of an exchange.
+using Message = kernels::ExactSum::Wire;
+static_assert(sizeof(Message) == 96);
+constexpr uint64_t kSumFlags = 3;
+constexpr uint64_t kRounds = 4;
+constexpr unsigned kParameterShift = 8;
+
+Message write(const Sum& sum, int64_t nonfinite) {
+  Message message = sum.powers.wire();
+  message.flags |= sum.rounds ? kRounds : 0;
+  message.flags |= static_cast<uint64_t>(nonfinite + 1) << kParameterShift;
+  return message;
 }
 
-// Every rank's sum added up, exactly.
-kernels::ExactSum
-sum_over_ranks(const kernels::ExactSum& own, comm::Communicator& communicator, int64_t step) {
-  const kernels::ExactSum::Wire wire = own.wire();
-  at::Tensor bytes = at::empty({static_cast<int64_t>(sizeof(wire))}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), &wire, sizeof(wire));
-  kernels::ExactSum total;
+Sum read_sum(Message message) {
+  const bool rounds = (message.flags & kRounds) != 0;
+  message.flags &= kSumFlags;
+  return {kernels::ExactSum::from_wire(message), rounds};
+}
+
+int64_t read_nonfinite(const Message& message) {
+  return static_cast<int64_t>(message.flags >> kParameterShift) - 1;
+}
+
+int64_t group_of(const sharding::ParameterTable& table, int64_t bucket) {
+  return table.entry(table.bucket(bucket).layout.parameters.front()).parameter.group;
+}
+
+int64_t group_count(const sharding::ParameterTable& table) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < table.size(); ++i) {
+    last = std::max(last, table.entry(i).parameter.group);
+  }
+  return last + 1;
+}
+
+void scale_range(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    int64_t bucket,
+    layout::Range range,
+    double factor) {
+  for (const GradientStretch& stretch :
+       gradient_stretches(table, gradients, bucket, range, padding_for(factor))) {
+    kernels::scale(stretch.type, stretch.data, factor, stretch.count);
+  }
+}
+
+// Adds a bucket's gradients: those of the own shard at every stage, so that
+// replicated ones count once.
+void add_bucket(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    int64_t bucket,
+    const NormOptions& options,
+    Sum& sum) {
+  const layout::Range own = table.shard(bucket);
+  const double factor = options.factor.value_or(1.0);
+  for (const GradientStretch& stretch :
+       gradient_stretches(table, gradients, bucket, own, padding_for(factor))) {
+    sum.rounds = sum.rounds || stretch.type != kernels::Type::f64;
+    if (options.factor) {
+      kernels::scale_and_accumulate_norm(
+          stretch.type, stretch.data, factor, stretch.count, options.p, sum.powers);
+    } else {
+      kernels::accumulate_norm(stretch.type, stretch.data, stretch.count, options.p, sum.powers);
+    }
+  }
+  if (options.factor) {
+    const layout::Range held = gradients.reduced_range(bucket);
+    scale_range(table, gradients, bucket, {held.begin, own.begin}, factor);
+    scale_range(table, gradients, bucket, {own.end, held.end}, factor);
+    gradients.reduced_changed(bucket);
+  }
+}
+
+// [collective] Every rank's sums added up, exactly.
+Nonfinite add_ranks(
+    std::vector<Sum>& sums,
+    int64_t own_nonfinite,
+    comm::Communicator& communicator,
+    int64_t step) {
+  std::vector<Message> messages;
+  for (const Sum& sum : sums) {
+    messages.push_back(write(sum, messages.empty() ? own_nonfinite : -1));
+  }
+  const size_t size = messages.size() * sizeof(Message);
+  at::Tensor bytes = at::empty({static_cast<int64_t>(size)}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), messages.data(), size);
+  sums.assign(sums.size(), {});
+  Nonfinite nonfinite;
+  int64_t rank = 0;
   for (const at::Tensor& other :
        communicator.exchange(bytes, {"the gradient norm", 0, step, false})) {
-    kernels::ExactSum::Wire theirs;
-    std::memcpy(&theirs, other.const_data_ptr(), sizeof(theirs));
-    total.merge(kernels::ExactSum::from_wire(theirs));
+    std::memcpy(messages.data(), other.const_data_ptr(), size);
+    for (size_t g = 0; g < sums.size(); ++g) {
+      sums[g].merge(read_sum(messages[g]));
+    }
+    nonfinite.merge(read_nonfinite(messages.front()), rank++);
   }
-  return total;
+  return nonfinite;
 }
 
 } // namespace
 
-double gradient_norm(
-    sharding::ParameterTable& table,
+GradientNorms gradient_norms(
+    const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     comm::Communicator& communicator,
-    double p) {
-  TORCH_CHECK_VALUE(p > 0.0, "[zero.optim] expected norm_type > 0 or infinity, got ", p);
-  kernels::ExactSum own;
-  bool all_double = table.bucket_count() > 0;
+    const NormOptions& options) {
+  TORCH_CHECK_VALUE(
+      options.p > 0.0, "[zero.optim] expected norm_type > 0 or infinity, got ", options.p);
+  std::vector<Sum> sums(options.per_group ? group_count(table) : 1);
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
-    if (!table.bucket(b).trainable) {
-      continue;
-    }
-    const auto type = table.bucket(b).options.dtype().toScalarType();
-    all_double = all_double && type == at::kDouble;
-    // The own shard at every stage: replicated gradients count once.
-    const auto runs = runs_with_gradient(table, gradients, b, table.shard(b));
-    if (runs.empty()) {
-      continue;
-    }
-    const at::Tensor reduced = gradients.reduced(b);
-    const int64_t first = gradients.reduced_range(b).begin;
-    for (const Run& run : runs) {
-      kernels::accumulate_norm(
-          kernel_type(type), element(reduced, run.range.begin - first), run.range.size(), p, own);
-    }
+    add_bucket(table, gradients, b, options, sums[options.per_group ? group_of(table, b) : 0]);
   }
-  const kernels::ExactSum sum = sum_over_ranks(own, communicator, gradients.steps());
-  double norm = 0.0;
-  if (std::isinf(p)) {
-    norm = sum.maximum();
-  } else if (p == 2.0) {
-    norm = std::sqrt(sum.total());
-  } else {
-    norm = p == 1.0 ? sum.total() : std::pow(sum.total(), 1.0 / p);
+  const bool finite =
+      std::all_of(sums.begin(), sums.end(), [](const Sum& sum) { return sum.finite(); });
+  const int64_t own = finite ? -1 : first_nonfinite(table, gradients);
+  GradientNorms norms;
+  norms.nonfinite = add_ranks(sums, own, communicator, gradients.steps());
+  for (const Sum& sum : sums) {
+    norms.values.push_back(sum.norm(options.p));
   }
-  return all_double ? norm : static_cast<double>(static_cast<float>(norm));
+  return norms;
 }
 
 void scale_gradients(
-    sharding::ParameterTable& table,
+    const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     double factor) {
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
-    const layout::Range held = gradients.reduced_range(b);
-    const auto runs = runs_with_gradient(table, gradients, b, held);
-    if (runs.empty()) {
-      continue;
+    scale_range(table, gradients, b, gradients.reduced_range(b), factor);
+    gradients.reduced_changed(b);
+  }
+}
+
+void clamp_gradients(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    double limit) {
+  for (int64_t b = 0; b < table.bucket_count(); ++b) {
+    for (const GradientStretch& stretch :
+         gradient_stretches(table, gradients, b, gradients.reduced_range(b), Padding::included)) {
+      kernels::clamp(stretch.type, stretch.data, -limit, limit, stretch.count);
     }
-    const at::Tensor reduced = gradients.reduced(b);
-    const kernels::Type type = kernel_type(reduced.scalar_type());
-    for (const Run& run : runs) {
-      kernels::scale(
-          type, element(reduced, run.range.begin - held.begin), factor, run.range.size());
-    }
+    gradients.reduced_changed(b);
   }
 }
 

@@ -1,26 +1,49 @@
 #pragma once
 
-// The norm of the whole gradient, from shards: the same bits on every rank, at
-// every stage and world size, since block sums are added exactly.
+// Norms of the whole gradient, from shards: the same bits on every rank, at every
+// stage and world size, since block sums are added exactly.
+
+#include <optional>
+#include <vector>
 
 #include <zero/comm/communicator.h>
+#include <zero/optim/nonfinite.h>
 #include <zero/sharding/gradients.h>
 #include <zero/sharding/parameter_table.h>
 
 namespace zero::optim {
 
-// [collective] The p-norm (p > 0, or infinity) over all parameters that have a
-// gradient, 0 when none has; rounded to fp32 once, unless every gradient is fp64.
-double gradient_norm(
-    sharding::ParameterTable& table,
+struct NormOptions {
+  double p = 2.0; // > 0, or infinity
+  // One norm for each parameter group, instead of one for all of them.
+  bool per_group = false;
+  // Gradients are multiplied by it first, in the same pass.
+  std::optional<double> factor = {};
+};
+
+struct GradientNorms {
+  // Each rounded to fp32 once, unless all of its gradients are fp64; 0 of none.
+  std::vector<double> values;
+  Nonfinite nonfinite;
+};
+
+// [collective] Over all parameters that have a gradient: one pass, and one message
+// of 96 bytes for each norm.
+GradientNorms gradient_norms(
+    const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     comm::Communicator& communicator,
-    double p);
+    const NormOptions& options);
 
-// Multiplies every gradient that this rank holds.
+// Every gradient that this rank holds: multiplied by `factor`, and clamped to
+// [-limit, limit].
 void scale_gradients(
-    sharding::ParameterTable& table,
+    const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     double factor);
+void clamp_gradients(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    double limit);
 
 } // namespace zero::optim

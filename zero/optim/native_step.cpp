@@ -1,31 +1,43 @@
 #include <zero/optim/native_step.h>
 
-#include <zero/optim/kernel_type.h>
+#include <ATen/ops/empty.h>
+
+#include <zero/memory/kernel_type.h>
 #include <zero/optim/runs.h>
 
 namespace zero::optim {
 namespace {
 
 using memory::element;
+using memory::kernel_type;
 
 // What one kernel call works on.
 struct Stretch {
-  kernels::Type type;
+  kernels::Type type; // of parameter and state
   void* parameter;
+  kernels::Type gradient_type;
   const void* gradient;
+  kernels::Copy copy; // of master weights
   const std::vector<memory::FlatBuffer>& state;
   int64_t begin; // in the state
   int64_t count;
   int64_t step;
+
+  void* state_at(size_t index) const {
+    return index < state.size() ? element(state[index].tensor(), begin) : nullptr;
+  }
 };
 
 void apply_adam(const Stretch& stretch, const kernels::AdamArguments& arguments) {
   kernels::adam(
       stretch.type,
-      stretch.parameter,
-      stretch.gradient,
-      element(stretch.state[0].tensor(), stretch.begin),
-      element(stretch.state[1].tensor(), stretch.begin),
+      {.param = stretch.parameter,
+       .grad_type = stretch.gradient_type,
+       .grad = stretch.gradient,
+       .exp_avg = stretch.state_at(0),
+       .exp_avg_sq = stretch.state_at(1),
+       .max_exp_avg_sq = stretch.state_at(2),
+       .copy = stretch.copy},
       stretch.count,
       arguments);
 }
@@ -51,13 +63,13 @@ void apply(const Stretch& stretch, const Adam& rule) {
 }
 
 void apply(const Stretch& stretch, const SGD& rule) {
-  void* buffer =
-      stretch.state.empty() ? nullptr : element(stretch.state[0].tensor(), stretch.begin);
   kernels::sgd(
       stretch.type,
-      stretch.parameter,
-      stretch.gradient,
-      buffer,
+      {.param = stretch.parameter,
+       .grad_type = stretch.gradient_type,
+       .grad = stretch.gradient,
+       .momentum_buffer = stretch.state_at(0),
+       .copy = stretch.copy},
       stretch.count,
       {.lr = rule.lr,
        .momentum = rule.momentum,
@@ -67,12 +79,24 @@ void apply(const Stretch& stretch, const SGD& rule) {
        .first_step = stretch.step == 1});
 }
 
+// Kernels step fp32 by gradients of any dtype, and other dtypes by their own: what
+// was accumulated of 16-bit gradients in fp32 is rounded for 16-bit parameters.
+at::Tensor of_dtype(const at::Tensor& gradient, const at::Tensor& stepped) {
+  if (stepped.scalar_type() == at::kFloat || stepped.scalar_type() == gradient.scalar_type()) {
+    return gradient;
+  }
+  at::Tensor rounded = at::empty({gradient.numel()}, stepped.options());
+  memory::convert_elements(rounded, 0, gradient, 0, gradient.numel());
+  return rounded;
+}
+
 } // namespace
 
 void native_step(
     sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     sharding::OptimizerStateManager& state,
+    sharding::MasterWeights& masters,
     int64_t bucket,
     const Rule& rule) {
   const layout::Range held = gradients.reduced_range(bucket);
@@ -84,19 +108,27 @@ void native_step(
       ++state.step_count(parameter);
     }
   }
-  // Also where nothing of this rank's is stepped: state exists on all ranks or none,
-  // so that all take part when it is made whole.
-  const auto& tensors = state.tensors(bucket, sharding::state_names(rule), held.size());
   const at::Tensor& values = table.bucket(bucket).values.tensor();
   const int64_t first = table.bucket(bucket).held.begin;
-  const at::Tensor reduced = gradients.reduced(bucket);
-  const kernels::Type type = kernel_type(values.scalar_type());
+  const at::Tensor master = masters.tensor(bucket);
+  const at::Tensor& stepped = master.defined() ? master : values;
+  const int64_t stepped_begin = master.defined() ? held.begin : first;
+  // Also where nothing of this rank's is stepped: state exists on all ranks or none,
+  // so that all take part when it is made whole.
+  const auto& tensors = state.tensors(
+      bucket, sharding::state_names(rule), stepped.options().requires_grad(false), held.size());
+  const at::Tensor reduced = of_dtype(gradients.reduced(bucket), stepped);
   for (const Run& run : steps) {
     const int64_t begin = run.range.begin - held.begin;
     const Stretch stretch{
-        type,
-        element(values, run.range.begin - first),
+        kernel_type(stepped.scalar_type()),
+        element(stepped, run.range.begin - stepped_begin),
+        kernel_type(reduced.scalar_type()),
         element(reduced, begin),
+        master.defined()
+            ? kernels::
+                  Copy{kernel_type(values.scalar_type()), element(values, run.range.begin - first)}
+            : kernels::Copy{},
         tensors,
         begin,
         run.range.size(),

@@ -5,17 +5,19 @@
 
 #include <zero/options.h>
 #include <zero/sharding/gradients.h>
+#include <zero/sharding/master_weights.h>
 #include <zero/sharding/optimizer_state.h>
 #include <zero/sharding/parameter_table.h>
 
 namespace zero::optim {
 
-// Updates the parameters of the bucket that have a gradient and counts their
-// step. Parameters, gradients and state have one dtype.
+// Updates the parameters of the bucket that have a gradient, or their masters and
+// with those the parameters, and counts their step.
 void native_step(
     sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     sharding::OptimizerStateManager& state,
+    sharding::MasterWeights& masters,
     int64_t bucket,
     const Rule& rule);
 

@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include <zero/comm/communicator.h>
+#include <zero/nn/module_tree.h>
 
 namespace zero {
 
@@ -30,13 +31,18 @@ void Sharder::add(torch::nn::Module& module, const std::string& prefix, bool roo
       engine_ ? engine_->unit_names() : std::vector<std::string>{""};
   const int64_t unit = root ? 0 : static_cast<int64_t>(known.size());
   std::vector<NamedParameter> parameters;
+  const auto fixed = nn::parameters_of_batch_norms(module);
   for (const auto& item : module.named_parameters()) {
     const std::string name = prefix + item.key();
     const auto& ignored = options_.ignored_params;
     const bool taken = (engine_ && engine_->index_of(item.value()) >= 0) ||
         std::find(ignored.begin(), ignored.end(), name) != ignored.end();
     if (!taken) {
-      parameters.push_back({.name = name, .tensor = item.value(), .group = 0, .unit = unit});
+      parameters.push_back(
+          {.name = name,
+           .tensor = item.value(),
+           .unit = unit,
+           .keeps_dtype = fixed.count(item.value().unsafeGetTensorImpl()) > 0});
     }
   }
   std::vector<std::pair<std::string, at::Tensor>> buffers;

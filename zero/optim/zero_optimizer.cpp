@@ -31,6 +31,7 @@ std::vector<NamedParameter>
 parameters_of(torch::nn::Module& module, const Options& options, const GroupOf* groups) {
   std::vector<NamedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
+  const auto fixed = nn::parameters_of_batch_norms(module);
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second || is_ignored(options, item.key())) {
@@ -46,7 +47,11 @@ parameters_of(torch::nn::Module& module, const Options& options, const GroupOf* 
           "'; add it to a group, or to ignored_params");
       group = found == groups->end() ? 0 : found->second;
     }
-    parameters.push_back({item.key(), tensor, group});
+    parameters.push_back(
+        {.name = item.key(),
+         .tensor = tensor,
+         .group = group,
+         .keeps_dtype = fixed.count(tensor.unsafeGetTensorImpl()) > 0});
   }
   return parameters;
 }
@@ -162,36 +167,45 @@ ZeroOptimizer::~ZeroOptimizer() = default;
 ZeroOptimizer::ZeroOptimizer(ZeroOptimizer&&) noexcept = default;
 ZeroOptimizer& ZeroOptimizer::operator=(ZeroOptimizer&&) noexcept = default;
 
-void ZeroOptimizer::step() {
-  if (inner_) {
-    step_shards();
-  } else {
-    engine_->step(rules_);
-  }
+bool ZeroOptimizer::step() {
+  return inner_ ? step_shards() : engine_->step(rules_);
 }
 
-void ZeroOptimizer::step_shards() {
-  engine_->begin_step();
+bool ZeroOptimizer::step_shards() {
+  if (!engine_->begin_step()) {
+    return false;
+  }
   for (at::Tensor& shard : shards_) {
     shard.mutable_grad().reset();
   }
   for (const int64_t index : engine_->stepping()) {
-    shards_[index].mutable_grad() = engine_->shard_gradient(index);
+    shards_[index].mutable_grad() = engine_->stepping_gradient(index);
   }
   inner_->step();
   engine_->end_step();
+  return true;
 }
 
 void ZeroOptimizer::zero_grad(bool set_to_none) {
   engine_->zero_grad(set_to_none);
 }
 
-double ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
-  return engine_->clip_grad_norm(max_norm, norm_type);
+double ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  return engine_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+}
+
+void ZeroOptimizer::clip_grad_value_(double clip_value) {
+  engine_->clip_grad_value(clip_value);
 }
 
 double ZeroOptimizer::grad_norm(double norm_type) {
   return engine_->grad_norm(norm_type);
+}
+
+std::vector<double> ZeroOptimizer::grad_norms(double norm_type) {
+  std::vector<double> norms = engine_->grad_norms(norm_type);
+  norms.resize(std::max(norms.size(), rules_.size())); // groups without parameters
+  return norms;
 }
 
 void ZeroOptimizer::synchronize() {

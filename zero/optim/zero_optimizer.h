@@ -69,12 +69,20 @@ class ZERO_API ZeroOptimizer {
   ZeroOptimizer(ZeroOptimizer&&) noexcept;
   ZeroOptimizer& operator=(ZeroOptimizer&&) noexcept;
 
-  void step(); // [collective]
+  // [collective] False: left out on all ranks, because a gradient is not finite and
+  // on_nonfinite is "skip".
+  bool step();
   void zero_grad(bool set_to_none = true);
   // [collective] Scales the gradient to at most `max_norm`; returns its norm
-  // before that. The same number on every rank.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  // before that. The same number on every rank. With `error_if_nonfinite` throws on
+  // all ranks, before scaling, when the norm is not finite, and names the first
+  // parameter with such a gradient.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+  // [collective] Clamps each element of the gradient to [-clip_value, clip_value].
+  void clip_grad_value_(double clip_value);
   double grad_norm(double norm_type = 2.0); // [collective]
+  // [collective] Of each parameter group by itself, in one exchange.
+  std::vector<double> grad_norms(double norm_type = 2.0);
   // [collective] Waits for every transfer in flight.
   void synchronize();
 
@@ -112,7 +120,7 @@ class ZERO_API ZeroOptimizer {
   Engine& engine();
 
  private:
-  void step_shards();
+  bool step_shards();
 
   std::shared_ptr<Engine> engine_;
   std::vector<Rule> rules_;

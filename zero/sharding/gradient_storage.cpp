@@ -3,20 +3,28 @@
 #include <limits>
 #include <utility>
 
+#include <zero/memory/elements.h>
+#include <zero/sharding/reduced_shards.h>
+
 namespace zero::sharding {
+
+void GradientStorage::assign(int64_t bucket, layout::Range slot, const at::Tensor& values) {
+  const layout::Range held = reduced_range(bucket);
+  const layout::Range own = layout::intersect(slot, held);
+  memory::convert_elements(
+      reduced(bucket), own.begin - held.begin, values, own.begin - slot.begin, own.size());
+}
+
+void GradientStorage::zero(int64_t bucket, layout::Range slot) {
+  const layout::Range held = reduced_range(bucket);
+  const layout::Range own = layout::intersect(slot, held);
+  memory::zero_elements(reduced(bucket), own.begin - held.begin, own.size());
+}
+
 namespace {
 
 using memory::FlatBuffer;
 using memory::Purpose;
-
-// Grows a vector of one item a bucket as the table grows.
-template <typename T>
-T& at_bucket(std::vector<T>& items, int64_t bucket) {
-  if (static_cast<int64_t>(items.size()) <= bucket) {
-    items.resize(bucket + 1);
-  }
-  return items[bucket];
-}
 
 void zero_between_slots(const at::Tensor& whole, const ParameterTable& table, int64_t bucket) {
   const layout::Bucket& layout = table.bucket(bucket).layout;
@@ -29,15 +37,26 @@ void zero_between_slots(const at::Tensor& whole, const ParameterTable& table, in
   memory::zero_elements(whole, end, layout.numel - end);
 }
 
-class WholeGradients : public GradientStorage {
+std::shared_ptr<memory::SlabPool> new_pool(const GradientContext& context) {
+  return std::make_shared<memory::SlabPool>(context.account, context.communicator->buffers());
+}
+
+// Stages 0 and 1: buckets stay open.
+class HeldGradients : public GradientStorage {
  public:
-  explicit WholeGradients(const GradientContext& context) : context_(context) {}
+  explicit HeldGradients(const GradientContext& context)
+      : context_(context), rounded_(context_, new_pool(context)) {}
 
   const at::Tensor& open(int64_t bucket) override {
     FlatBuffer& whole = at_bucket(whole_, bucket);
     if (!whole) {
       const BucketEntry& entry = context_.table.bucket(bucket);
-      whole = FlatBuffer(entry.layout.numel, entry.options, Purpose::gradients, context_.account);
+      whole = FlatBuffer(
+          entry.layout.numel,
+          entry.options,
+          Purpose::gradients,
+          context_.account,
+          context_.communicator->buffers().get());
     }
     return whole.tensor();
   }
@@ -46,10 +65,45 @@ class WholeGradients : public GradientStorage {
     return bucket < static_cast<int64_t>(whole_.size()) && whole_[bucket];
   }
 
+  int64_t max_in_flight() const override {
+    return std::numeric_limits<int64_t>::max();
+  }
+
+  void end_backward() override {}
+
+  void clear() override {
+    close_all();
+    whole_.clear();
+  }
+
+ protected:
+  bool narrow(int64_t bucket) const {
+    return memory::has_16_bits(context_.table.bucket(bucket).options.dtype());
+  }
+  // The reduced gradient has another dtype.
+  bool differs(int64_t bucket) const {
+    return context_.reduced_dtype(bucket) !=
+        context_.table.bucket(bucket).options.dtype().toScalarType();
+  }
+
+  const GradientContext context_;
+  RoundedBuckets rounded_;
+  // Slots of the bucket are on their way from where they were reduced in place.
+  std::vector<char> moving_;
+
+ private:
+  std::vector<FlatBuffer> whole_;
+};
+
+// Stage 1. A gradient of the parameters' dtype is reduced in place; what it is added
+// to lies apart, and so does one of another dtype.
+class WholeGradients final : public HeldGradients {
+ public:
+  explicit WholeGradients(const GradientContext& context)
+      : HeldGradients(context), apart_(context_, false) {}
+
   at::Tensor reduced(int64_t bucket) override {
-    open(bucket);
-    const layout::Range range = reduced_range(bucket);
-    return whole_[bucket].view(range.begin, range.size());
+    return apart_.has(bucket) || differs(bucket) ? apart_.at(bucket) : own(bucket);
   }
 
   layout::Range reduced_range(int64_t bucket) const override {
@@ -57,85 +111,174 @@ class WholeGradients : public GradientStorage {
   }
 
   void keep(int64_t bucket, layout::Range slot) override {
-    const layout::Range shard = context_.table.shard(bucket);
-    const layout::Range own = layout::intersect(slot, shard);
-    FlatBuffer& kept = at_bucket(kept_, bucket);
-    if (!kept) {
-      const BucketEntry& entry = context_.table.bucket(bucket);
-      kept = FlatBuffer(shard.size(), entry.options, Purpose::gradients, context_.account);
+    char& moving = at_bucket(moving_, bucket);
+    if (apart_.has(bucket) && moving == 0) {
+      return;
     }
-    memory::copy_elements(
-        kept.tensor(), own.begin - shard.begin, open(bucket), own.begin, own.size());
+    moving = 1;
+    apart_.target(bucket, true);
+    apart_.take(bucket, slot, open(bucket), slot.begin);
   }
 
   void drop(int64_t bucket, layout::Range slot) override {
-    const layout::Range shard = context_.table.shard(bucket);
-    const layout::Range own = layout::intersect(slot, shard);
-    if (at_bucket(kept_, bucket)) {
-      memory::zero_elements(kept_[bucket].tensor(), own.begin - shard.begin, own.size());
+    if (apart_.has(bucket)) {
+      apart_.zero(bucket, slot);
     }
   }
 
-  comm::WorkPtr reduce(int64_t bucket, bool add, comm::Tag tag) override {
-    const layout::Range shard = context_.table.shard(bucket);
-    comm::Reduction reduction{context_.divisor, {}};
-    if (add) {
-      reduction.addend = at_bucket(kept_, bucket).tensor();
+  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) override {
+    at_bucket(moving_, bucket) = 0;
+    if (!add) {
+      apart_.drop(bucket);
     }
-    return start(
-        whole_[bucket].view(shard.begin, shard.size()),
-        whole_[bucket].tensor(),
-        std::move(reduction),
+    const bool stays = differs(bucket) || (add && narrow(bucket));
+    return context_.communicator->reduce_scatter(
+        stays ? apart_.target(bucket, add) : own(bucket),
+        sums.defined() ? sums : rounded_.round(bucket, open(bucket)),
+        {context_.divisor, add ? apart_.at(bucket) : at::Tensor()},
         std::move(tag));
   }
 
   void finish(int64_t bucket) override {
-    at_bucket(kept_, bucket) = {};
+    rounded_.finish(bucket);
+    if (!differs(bucket) && !narrow(bucket)) {
+      apart_.drop(bucket);
+    }
   }
-
-  int64_t max_in_flight() const override {
-    return std::numeric_limits<int64_t>::max();
-  }
-
-  void end_backward() override {}
 
   void close_all() override {
-    kept_.clear();
+    rounded_.clear();
+    apart_.clear();
+    moving_.clear();
   }
-
-  void clear() override {
-    kept_.clear();
-    whole_.clear();
-  }
-
- protected:
-  virtual comm::WorkPtr
-  start(at::Tensor own, at::Tensor whole, comm::Reduction reduction, comm::Tag tag) {
-    return context_.communicator->reduce_scatter(
-        std::move(own), std::move(whole), std::move(reduction), std::move(tag));
-  }
-
-  GradientContext context_;
 
  private:
-  std::vector<FlatBuffer> whole_;
-  std::vector<FlatBuffer> kept_;
+  at::Tensor own(int64_t bucket) {
+    const layout::Range shard = context_.table.shard(bucket);
+    return memory::flat_view(open(bucket), shard.begin, shard.size());
+  }
+
+  ReducedShards apart_;
 };
 
-class ReplicatedGradients final : public WholeGradients {
+// Stage 0: `.grad` is the bucket's memory. What 16-bit gradients are added up to, or
+// reduced to in fp32, lies apart, and `.grad` shows it rounded.
+class ReplicatedGradients final : public HeldGradients {
  public:
-  using WholeGradients::WholeGradients;
+  explicit ReplicatedGradients(const GradientContext& context)
+      : HeldGradients(context), aside_(context_, false), sums_(context_, true) {}
+
+  at::Tensor reduced(int64_t bucket) override {
+    return narrow(bucket) && (sums_.has(bucket) || differs(bucket)) ? sums_.at(bucket)
+                                                                    : open(bucket);
+  }
 
   layout::Range reduced_range(int64_t bucket) const override {
     return {0, context_.table.bucket(bucket).layout.numel};
   }
 
- protected:
-  comm::WorkPtr
-  start(at::Tensor /*own*/, at::Tensor whole, comm::Reduction reduction, comm::Tag tag) override {
-    return context_.communicator->all_reduce(
-        std::move(whole), std::move(reduction), std::move(tag));
+  void show(int64_t bucket) override {
+    if (narrow(bucket) && sums_.has(bucket)) {
+      const at::Tensor& whole = open(bucket);
+      memory::convert_elements(whole, 0, sums_.at(bucket), 0, whole.numel());
+    }
   }
+
+  void take_shown(int64_t bucket) override {
+    if (narrow(bucket) && sums_.has(bucket)) {
+      const at::Tensor& whole = open(bucket);
+      memory::follow_elements(sums_.at(bucket), 0, whole, 0, whole.numel());
+    }
+  }
+
+  void assign(int64_t bucket, layout::Range slot, const at::Tensor& values) override {
+    memory::copy_elements(open(bucket), slot.begin, values, 0, slot.size());
+    if (narrow(bucket) && (sums_.has(bucket) || differs(bucket))) {
+      sums_.take(bucket, slot, values, 0);
+    }
+  }
+
+  void zero(int64_t bucket, layout::Range slot) override {
+    memory::zero_elements(open(bucket), slot.begin, slot.size());
+    drop(bucket, slot);
+  }
+
+  // Of a gradient that is reduced in place the own shard is enough.
+  void keep(int64_t bucket, layout::Range slot) override {
+    ReducedShards& kept = narrow(bucket) || rounds(bucket) ? sums_ : aside_;
+    char& moving = at_bucket(moving_, bucket);
+    if (kept.has(bucket) && moving == 0) {
+      return;
+    }
+    moving = 1;
+    kept.target(bucket, true);
+    kept.take(bucket, slot, open(bucket), slot.begin);
+  }
+
+  void drop(int64_t bucket, layout::Range slot) override {
+    for (ReducedShards* kept : {&sums_, &aside_}) {
+      if (kept->has(bucket)) {
+        kept->zero(bucket, slot);
+      }
+    }
+  }
+
+  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) override {
+    at_bucket(moving_, bucket) = 0;
+    comm::Communicator& communicator = *context_.communicator;
+    const at::Tensor& whole = open(bucket);
+    if (!add) {
+      sums_.drop(bucket);
+    }
+    if (narrow(bucket) && (add || differs(bucket))) {
+      const at::Tensor& target = sums_.target(bucket, add);
+      const layout::Range shard = context_.table.shard(bucket);
+      const at::Tensor own = memory::flat_view(target, shard.begin, shard.size());
+      communicator.reduce_scatter(
+          own, sums.defined() ? sums : whole, {context_.divisor, add ? own : at::Tensor()}, tag);
+      return communicator.all_gather(target, own, std::move(tag));
+    }
+    const bool kept = add && !rounds(bucket);
+    return communicator.all_reduce(
+        rounded_.round(bucket, whole),
+        {context_.divisor, kept ? aside_.at(bucket) : at::Tensor()},
+        std::move(tag));
+  }
+
+  void finish(int64_t bucket) override {
+    if (rounds(bucket)) {
+      take_rounded(bucket);
+    } else {
+      show(bucket);
+    }
+    aside_.drop(bucket);
+  }
+
+  void close_all() override {
+    rounded_.clear();
+    aside_.clear();
+    sums_.clear();
+    moving_.clear();
+  }
+
+ private:
+  bool rounds(int64_t bucket) const {
+    return differs(bucket) && !narrow(bucket);
+  }
+
+  void take_rounded(int64_t bucket) {
+    const at::Tensor& whole = open(bucket);
+    const at::Tensor rounded = rounded_.get(bucket);
+    memory::convert_elements(whole, 0, rounded, 0, whole.numel());
+    if (sums_.has(bucket)) {
+      memory::accumulate_elements(whole, 0, sums_.at(bucket), 0, whole.numel());
+      sums_.drop(bucket);
+    }
+    rounded_.finish(bucket);
+  }
+
+  ReducedShards aside_;
+  ReducedShards sums_;
 };
 
 class ShardedGradients final : public GradientStorage {
@@ -143,8 +286,9 @@ class ShardedGradients final : public GradientStorage {
   ShardedGradients(const GradientContext& context, std::shared_ptr<memory::SlabPool> pool)
       : context_(context),
         keeps_pool_(pool != nullptr),
-        pool_(keeps_pool_ ? std::move(pool) : std::make_shared<memory::SlabPool>(context.account)) {
-  }
+        pool_(keeps_pool_ ? std::move(pool) : new_pool(context)),
+        rounded_(context_, pool_),
+        shards_(context_, false) {}
 
   const at::Tensor& open(int64_t bucket) override {
     memory::Slab& opened = at_bucket(open_, bucket);
@@ -161,7 +305,7 @@ class ShardedGradients final : public GradientStorage {
   }
 
   at::Tensor reduced(int64_t bucket) override {
-    return shard(bucket).tensor();
+    return shards_.at(bucket);
   }
 
   layout::Range reduced_range(int64_t bucket) const override {
@@ -171,21 +315,20 @@ class ShardedGradients final : public GradientStorage {
   void keep(int64_t /*bucket*/, layout::Range /*slot*/) override {}
 
   void drop(int64_t bucket, layout::Range slot) override {
-    const layout::Range range = context_.table.shard(bucket);
-    const layout::Range own = layout::intersect(slot, range);
-    memory::zero_elements(shard(bucket).tensor(), own.begin - range.begin, own.size());
+    shards_.zero(bucket, slot);
   }
 
-  comm::WorkPtr reduce(int64_t bucket, bool add, comm::Tag tag) override {
-    const at::Tensor target = shard(bucket).tensor();
+  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) override {
+    const at::Tensor& target = shards_.target(bucket, add);
     return context_.communicator->reduce_scatter(
         target,
-        open_[bucket].tensor,
+        sums.defined() ? sums : rounded_.round(bucket, open_[bucket].tensor),
         {context_.divisor, add ? target : at::Tensor()},
         std::move(tag));
   }
 
   void finish(int64_t bucket) override {
+    rounded_.finish(bucket);
     pool_->give(std::move(open_[bucket]));
     open_[bucket] = {};
   }
@@ -202,6 +345,7 @@ class ShardedGradients final : public GradientStorage {
 
   void close_all() override {
     open_.clear();
+    rounded_.clear();
     end_backward();
   }
 
@@ -211,21 +355,12 @@ class ShardedGradients final : public GradientStorage {
   }
 
  private:
-  FlatBuffer& shard(int64_t bucket) {
-    FlatBuffer& shard = at_bucket(shards_, bucket);
-    if (!shard) {
-      const BucketEntry& entry = context_.table.bucket(bucket);
-      shard =
-          FlatBuffer(entry.layout.shard_numel, entry.options, Purpose::gradients, context_.account);
-    }
-    return shard;
-  }
-
-  GradientContext context_;
+  const GradientContext context_;
   const bool keeps_pool_;
-  std::shared_ptr<memory::SlabPool> pool_;
+  const std::shared_ptr<memory::SlabPool> pool_;
+  RoundedBuckets rounded_;
+  ReducedShards shards_;
   std::vector<memory::Slab> open_;
-  std::vector<FlatBuffer> shards_;
 };
 
 } // namespace

@@ -6,6 +6,7 @@
 // good. Managed by GradientManager, under its lock.
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <zero/comm/communicator.h>
@@ -23,9 +24,19 @@ class GradientStorage {
   virtual const at::Tensor& open(int64_t bucket) = 0;
   virtual bool is_open(int64_t bucket) const = 0;
 
-  // The reduced gradient that this rank holds, over reduced_range(bucket).
+  // The reduced gradient that this rank holds, over reduced_range(bucket): of
+  // reduce_dtype (by default the parameters'), and of fp32 where 16-bit gradients of
+  // several backwards are added up.
   virtual at::Tensor reduced(int64_t bucket) = 0;
   virtual layout::Range reduced_range(int64_t bucket) const = 0;
+  // Stage 0, where `.grad` shows a reduced gradient of another dtype, rounded: after
+  // reduced() was written to, and before it is read, since the user may have written
+  // to `.grad`.
+  virtual void show(int64_t /*bucket*/) {}
+  virtual void take_shown(int64_t /*bucket*/) {}
+  // Elements of a slot, whole and dense in its memory order, as the reduced ones.
+  virtual void assign(int64_t bucket, layout::Range slot, const at::Tensor& values);
+  virtual void zero(int64_t bucket, layout::Range slot);
 
   // Before a slot is used again: puts its reduced elements aside, for the next
   // reduction to add to.
@@ -33,9 +44,9 @@ class GradientStorage {
   // Forgets what was put aside.
   virtual void drop(int64_t bucket, layout::Range slot) = 0;
 
-  // Starts the reduction of the open bucket, added to what was put aside when
-  // `add`; finish() is called once it is done.
-  virtual comm::WorkPtr reduce(int64_t bucket, bool add, comm::Tag tag) = 0;
+  // Starts the reduction of the open bucket, or of `sums` in its place, added to what
+  // was put aside when `add`; finish() is called once it is done.
+  virtual comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) = 0;
   virtual void finish(int64_t bucket) = 0;
 
   // Reductions that may be in flight before the next bucket opens.
@@ -52,6 +63,10 @@ struct GradientContext {
   std::shared_ptr<comm::Communicator> communicator;
   std::shared_ptr<memory::Account> account;
   double divisor = 1.0;
+  std::optional<c10::ScalarType> reduce_dtype = {};
+
+  // What a bucket's gradients are rounded to when they are reduced.
+  c10::ScalarType reduced_dtype(int64_t bucket) const;
 };
 
 // Stage 0: every rank ends with the whole reduced gradient.

@@ -20,14 +20,15 @@ bool same_memory_format(const at::Tensor& one, const at::Tensor& other) {
 } // namespace
 
 GradientManager::GradientManager(
-    ParameterTable& table,
-    std::shared_ptr<comm::Communicator> communicator,
+    const GradientContext& context,
     std::unique_ptr<GradientStorage> storage,
     bool whole)
-    : table_(table),
-      communicator_(std::move(communicator)),
+    : context_(context),
+      table_(context.table),
+      communicator_(context.communicator),
       storage_(std::move(storage)),
-      whole_(whole) {
+      whole_(whole),
+      sums_(context.table, context.account) {
   grow();
 }
 
@@ -129,8 +130,12 @@ void GradientManager::take_slot(int64_t index) {
   at::Tensor& grad = grad_of(index);
   const bool ours = grad.defined() && (grad.is_same(slot.alias) || grad.is_same(slot.stand_in));
   if (ours && slot.state == GradientState::local) {
+    if (sums_.has(index)) {
+      sums_.take_out(index, open(place.bucket));
+    }
     return;
   }
+  sums_.forget(index);
   if (ours) {
     put_aside(place.bucket, index);
   } else {
@@ -195,6 +200,10 @@ int64_t GradientManager::after_accumulate(int64_t index) {
   const std::lock_guard lock(mutex_);
   Slot& slot = slots_[index];
   fill_slot(index);
+  if (slot.state == GradientState::local &&
+      (sums_.has(index) || (!active_sync_ && sums_.wants(index)))) {
+    sums_.add(index, open(table_.entry(index).slot.bucket));
+  }
   int64_t complete = -1;
   if (!slot.seen) {
     slot.seen = true;
@@ -230,6 +239,7 @@ void GradientManager::seal(int64_t bucket, bool* add) {
     if (!grad_of(index).defined()) {
       slot.state = GradientState::none;
       slot.kept = slot.kept && late;
+      sums_.forget(index);
     }
     *add = *add || slot.kept || slot.state == GradientState::reduced;
   }
@@ -251,7 +261,11 @@ void GradientManager::launch(int64_t bucket) {
   bool add = false;
   seal(bucket, &add);
   const BucketEntry& entry = table_.bucket(bucket);
-  buckets_[bucket].work = storage_->reduce(bucket, add, {entry.what, bucket, steps_, true});
+  at::Tensor sums = sums_.seal(bucket, storage_->open(bucket));
+  if (context_.reduced_dtype(bucket) == entry.options.dtype().toScalarType()) {
+    sums.reset(); // the bucket shows them, rounded
+  }
+  buckets_[bucket].work = storage_->reduce(bucket, add, sums, {entry.what, bucket, steps_, true});
   buckets_[bucket].launched = true;
   in_flight_.push_back(bucket);
   for (const int64_t index : entry.layout.parameters) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <zero/sharding/gradient_storage.h>
+#include <zero/sharding/local_sums.h>
 
 namespace zero::sharding {
 
@@ -29,8 +30,7 @@ class GradientManager {
  public:
   // `whole`: `.grad` is the whole reduced gradient (stage 0), not a stand-in.
   GradientManager(
-      ParameterTable& table,
-      std::shared_ptr<comm::Communicator> communicator,
+      const GradientContext& context,
       std::unique_ptr<GradientStorage> storage,
       bool whole);
 
@@ -74,6 +74,8 @@ class GradientManager {
 
   bool has_gradient(int64_t index) const;
   at::Tensor reduced(int64_t bucket);
+  // To be called after what reduced() gave was written to.
+  void reduced_changed(int64_t bucket);
   layout::Range reduced_range(int64_t bucket) const;
   void count_step() {
     ++steps_;
@@ -130,12 +132,14 @@ class GradientManager {
   void recover_if_abandoned();
   std::string reduced_message(int64_t index) const;
 
+  const GradientContext context_;
   ParameterTable& table_;
-  std::shared_ptr<comm::Communicator> communicator_;
-  std::unique_ptr<GradientStorage> storage_;
+  const std::shared_ptr<comm::Communicator> communicator_;
+  const std::unique_ptr<GradientStorage> storage_;
   const bool whole_;
 
   mutable std::mutex mutex_;
+  LocalSums sums_;
   std::vector<Slot> slots_;
   std::vector<Bucket> buckets_;
   std::vector<int64_t> order_; // in which buckets are launched

@@ -192,6 +192,7 @@ void GradientManager::discard() {
   settle_in_flight();
   lost_ = nullptr;
   storage_->close_all();
+  sums_.clear();
   for (int64_t i = 0; i < table_.size(); ++i) {
     Slot& slot = slots_[i];
     at::Tensor& grad = grad_of(i);
@@ -260,14 +261,13 @@ void GradientManager::zero(bool set_to_none) {
       memory::zero_elements(storage_->open(entry.slot.bucket), entry.slot.offset, entry.slot.numel);
       storage_->drop(entry.slot.bucket, entry.slot.range());
     } else {
-      const layout::Range held = storage_->reduced_range(entry.slot.bucket);
-      const layout::Range own = layout::intersect(entry.slot.range(), held);
-      memory::zero_elements(
-          storage_->reduced(entry.slot.bucket), own.begin - held.begin, own.size());
+      storage_->zero(entry.slot.bucket, entry.slot.range());
     }
+    sums_.forget(i);
   }
   if (set_to_none && !active_) {
     storage_->close_all();
+    sums_.clear();
   }
 }
 
@@ -315,16 +315,14 @@ void GradientManager::import_assigned() {
     const at::Tensor dense =
         at::empty_strided(tensor.sizes(), slot.alias.strides(), slot.alias.options());
     dense.copy_(grad.detach());
-    const layout::Range held = storage_->reduced_range(entry.slot.bucket);
-    const layout::Range own = layout::intersect(entry.slot.range(), held);
-    memory::copy_elements(
-        storage_->reduced(entry.slot.bucket),
-        own.begin - held.begin,
-        dense,
-        own.begin - entry.slot.offset,
-        own.size());
+    storage_->assign(entry.slot.bucket, entry.slot.range(), dense);
     grad.reset();
     show_reduced(i);
+  }
+  for (int64_t b = 0; b < table_.bucket_count(); ++b) {
+    if (table_.bucket(b).trainable) {
+      storage_->take_shown(b);
+    }
   }
 }
 
@@ -335,6 +333,11 @@ bool GradientManager::has_gradient(int64_t index) const {
 at::Tensor GradientManager::reduced(int64_t bucket) {
   const std::lock_guard lock(mutex_);
   return storage_->reduced(bucket);
+}
+
+void GradientManager::reduced_changed(int64_t bucket) {
+  const std::lock_guard lock(mutex_);
+  storage_->show(bucket);
 }
 
 layout::Range GradientManager::reduced_range(int64_t bucket) const {

@@ -27,6 +27,7 @@ OptimizerStateManager::Entry& OptimizerStateManager::entry(int64_t bucket) const
 const std::vector<memory::FlatBuffer>& OptimizerStateManager::tensors(
     int64_t bucket,
     const std::vector<std::string>& names,
+    const at::TensorOptions& options,
     int64_t numel) {
   Entry& found = entry(bucket);
   if (names.empty() || found.names == names) {
@@ -38,8 +39,7 @@ const std::vector<memory::FlatBuffer>& OptimizerStateManager::tensors(
       table_.bucket(bucket).what,
       " to keep their optimizer rule, got another that has other state; make a new optimizer");
   for (size_t i = 0; i < names.size(); ++i) {
-    found.tensors.emplace_back(
-        numel, table_.bucket(bucket).options, memory::Purpose::optimizer_state, account_);
+    found.tensors.emplace_back(numel, options, memory::Purpose::optimizer_state, account_);
   }
   found.names = names;
   return found.tensors;

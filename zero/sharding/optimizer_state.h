@@ -20,9 +20,13 @@ class OptimizerStateManager {
  public:
   OptimizerStateManager(ParameterTable& table, std::shared_ptr<memory::Account> account);
 
-  // State tensors of a bucket over `numel` elements by name, zero at first.
-  const std::vector<memory::FlatBuffer>&
-  tensors(int64_t bucket, const std::vector<std::string>& names, int64_t numel);
+  // State tensors of a bucket over `numel` elements by name, zero at first; `options`
+  // are those of what is stepped.
+  const std::vector<memory::FlatBuffer>& tensors(
+      int64_t bucket,
+      const std::vector<std::string>& names,
+      const at::TensorOptions& options,
+      int64_t numel);
   // Empty before the bucket's first step.
   const std::vector<memory::FlatBuffer>& existing(int64_t bucket) const;
   const std::vector<std::string>& names(int64_t bucket) const;

@@ -6,13 +6,16 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+
+#include <zero/sharding/dtype_names.h>
 
 namespace zero::sharding {
 namespace {
 
 // Families: what may share a flat buffer.
 using FamilyKey =
-    std::tuple<int64_t, int64_t, bool, c10::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+    std::tuple<int64_t, int64_t, bool, bool, c10::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 
 // At stage 3 buckets are parts of a unit, and come and go with backward: small
 // ones are let go sooner.
@@ -24,7 +27,9 @@ FamilyKey family_of(const ParameterEntry& entry, bool by_unit) {
       by_unit ? entry.parameter.unit : 0,
       entry.parameter.group,
       entry.trainable,
-      tensor.scalar_type(),
+      // Those that are converted and those that are not are not mixed.
+      entry.dtype == tensor.scalar_type(),
+      entry.dtype,
       tensor.device().type(),
       tensor.device().has_index() ? tensor.device().index() : c10::DeviceIndex(0)};
 }
@@ -43,13 +48,18 @@ ParameterTable::ParameterTable(
     const Options& options,
     int64_t rank,
     int64_t world_size,
-    std::shared_ptr<memory::Account> account)
+    std::shared_ptr<memory::Account> account,
+    std::shared_ptr<memory::BufferSource> shard_source)
     : sharded_(options.stage == 3),
       bucket_bytes_(sharded_ ? std::min(options.bucket_bytes, kMostOfUnit) : options.bucket_bytes),
       first_bucket_bytes_(sharded_ ? bucket_bytes_ : options.first_bucket_bytes),
+      param_dtype_(
+          options.param_dtype ? std::optional(dtype_named(*options.param_dtype)) : std::nullopt),
+      masters_(options.param_dtype || options.master_dtype),
       rank_(rank),
       world_size_(world_size),
-      account_(std::move(account)) {}
+      account_(std::move(account)),
+      shard_source_(std::move(shard_source)) {}
 
 void ParameterTable::check_new(const std::vector<NamedParameter>& parameters) const {
   std::unordered_map<const c10::TensorImpl*, int64_t> seen;
@@ -78,6 +88,15 @@ void ParameterTable::check_new(const std::vector<NamedParameter>& parameters) co
   }
 }
 
+c10::ScalarType ParameterTable::dtype_of(const NamedParameter& parameter) const {
+  const auto own = parameter.tensor.scalar_type();
+  return param_dtype_ && c10::isFloatingType(own) && !parameter.keeps_dtype ? *param_dtype_ : own;
+}
+
+bool ParameterTable::keeps_masters(const ParameterEntry& entry) const {
+  return masters_ && entry.trainable && memory::has_16_bits(c10::scalarTypeToTypeMeta(entry.dtype));
+}
+
 bool ParameterTable::owns_its_storage(const at::Tensor& tensor) const {
   const auto sharers = sharers_.find(tensor.storage().unsafeGetStorageImpl());
   return tensor.storage_offset() == 0 && sharers != sharers_.end() && sharers->second == 1 &&
@@ -91,6 +110,11 @@ void ParameterTable::append(std::vector<NamedParameter> parameters) {
     ParameterEntry entry;
     entry.trainable = parameter.tensor.requires_grad();
     entry.flat = entry.trainable || sharded_;
+    entry.dtype = dtype_of(parameter);
+    if (!entry.flat && entry.dtype != parameter.tensor.scalar_type()) {
+      const at::NoGradGuard no_grad;
+      parameter.tensor.set_data(parameter.tensor.detach().to(entry.dtype));
+    }
     entry.parameter = std::move(parameter);
     if (!entry.flat) {
       account_->add(
@@ -135,7 +159,8 @@ void ParameterTable::lay_out(const std::vector<int64_t>& indices) {
     const auto key = family_of(entries_[index], sharded_);
     const auto family =
         families.try_emplace(key, static_cast<int64_t>(families.size())).first->second;
-    specs.push_back({tensor.numel(), static_cast<int64_t>(tensor.itemsize()), family});
+    specs.push_back(
+        {tensor.numel(), static_cast<int64_t>(c10::elementSize(entries_[index].dtype)), family});
   }
   layout::FlatLayout flat = layout::make_layout(
       specs, {world_size_, bucket_bytes_, buckets_.empty() ? first_bucket_bytes_ : bucket_bytes_});
@@ -150,9 +175,10 @@ void ParameterTable::lay_out(const std::vector<int64_t>& indices) {
       names.push_back(entries_[parameter].parameter.name);
     }
     const ParameterEntry& sample = entries_[bucket.parameters.front()];
-    entry.options = at::TensorOptions()
-                        .dtype(sample.parameter.tensor.dtype())
-                        .device(sample.parameter.tensor.device());
+    entry.options =
+        at::TensorOptions().dtype(sample.dtype).device(sample.parameter.tensor.device());
+    entry.masters = keeps_masters(sample);
+    entry.narrowed = entry.masters || sample.dtype != sample.parameter.tensor.scalar_type();
     entry.trainable = sample.trainable;
     entry.unit = sample.parameter.unit;
     entry.what = describe(bucket_count(), names);
@@ -164,21 +190,45 @@ void ParameterTable::lay_out(const std::vector<int64_t>& indices) {
 // One bucket after another, so that at most one is held twice.
 void ParameterTable::adopt(int64_t bucket) {
   BucketEntry& entry = buckets_[bucket];
-  entry.values =
-      memory::FlatBuffer(entry.layout.numel, entry.options, memory::Purpose::parameters, account_);
+  entry.values = memory::FlatBuffer(
+      entry.layout.numel,
+      entry.narrowed ? entry.options.dtype(at::kFloat) : entry.options,
+      memory::Purpose::parameters,
+      account_);
   entry.held = {0, entry.layout.numel};
   for (const int64_t index : entry.layout.parameters) {
     ParameterEntry& managed = entries_[index];
     at::Tensor& tensor = managed.parameter.tensor;
+    if (entry.narrowed) {
+      const at::NoGradGuard no_grad;
+      at::as_strided(entry.values.tensor(), tensor.sizes(), tensor.strides(), managed.slot.offset)
+          .copy_(tensor.detach());
+      continue;
+    }
     managed.view = memory::SlabView::adopt(
         tensor, entry.values.tensor(), managed.slot.offset, owns_its_storage(tensor));
   }
 }
 
+memory::FlatBuffer ParameterTable::narrow(int64_t bucket) {
+  BucketEntry& entry = buckets_[bucket];
+  memory::FlatBuffer before = std::move(entry.values);
+  entry.values =
+      memory::FlatBuffer(entry.layout.numel, entry.options, memory::Purpose::parameters, account_);
+  memory::convert_elements(entry.values.tensor(), 0, before.tensor(), 0, entry.layout.numel);
+  for (const int64_t index : entry.layout.parameters) {
+    ParameterEntry& managed = entries_[index];
+    managed.view = memory::SlabView::replace(
+        managed.parameter.tensor, entry.values.tensor(), managed.slot.offset);
+  }
+  return before;
+}
+
 void ParameterTable::shard_values(int64_t bucket) {
   BucketEntry& entry = buckets_[bucket];
   const layout::Range own = shard(bucket);
-  memory::FlatBuffer kept(own.size(), entry.options, memory::Purpose::parameters, account_);
+  memory::FlatBuffer kept(
+      own.size(), entry.options, memory::Purpose::parameters, account_, shard_source_.get());
   memory::copy_elements(kept.tensor(), 0, entry.values.tensor(), own.begin, own.size());
   for (const int64_t index : entry.layout.parameters) {
     entries_[index].view.release(sharded(index));

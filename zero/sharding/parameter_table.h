@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -22,9 +23,10 @@ namespace zero {
 
 struct NamedParameter {
   std::string name;
-  at::Tensor tensor;
+  at::Tensor tensor; // of Options::param_dtype once it is managed
   int64_t group = 0; // index of the parameter group
   int64_t unit = 0; // index of the unit (stage 3)
+  bool keeps_dtype = false; // whatever Options::param_dtype says
 };
 
 namespace sharding {
@@ -33,6 +35,7 @@ struct ParameterEntry {
   NamedParameter parameter;
   bool trainable = true; // requires_grad at wrap
   bool flat = false; // lies in a bucket; frozen ones below stage 3 are only broadcast
+  c10::ScalarType dtype = c10::ScalarType::Float; // that it computes in
   layout::Slot slot; // flat ones only
   memory::SlabView view;
 };
@@ -45,6 +48,9 @@ struct BucketEntry {
   layout::Range held; // everything, or this rank's shard once sharded
   std::string what; // for errors: "bucket 2 (blocks.3.up.weight ...)"
   at::TensorOptions options;
+  // What parameters had when they came is taken in as fp32 and rounded by narrow().
+  bool narrowed = false;
+  bool masters = false; // the fp32 values are kept
 };
 
 class ParameterTable {
@@ -53,7 +59,8 @@ class ParameterTable {
       const Options& options,
       int64_t rank,
       int64_t world_size,
-      std::shared_ptr<memory::Account> account);
+      std::shared_ptr<memory::Account> account,
+      std::shared_ptr<memory::BufferSource> shard_source = nullptr);
 
   // Throws on what cannot be managed, by name; no communication.
   void check_new(const std::vector<NamedParameter>& parameters) const;
@@ -65,6 +72,9 @@ class ParameterTable {
   // parameters into a flat buffer.
   void lay_out(const std::vector<int64_t>& indices);
   void adopt(int64_t bucket);
+  // Of a bucket that is `narrowed`: rounds it to the dtype that its parameters compute
+  // in, which they have from then on. Gives the values as they were.
+  memory::FlatBuffer narrow(int64_t bucket);
   // Stage 3: keeps this rank's shard of an adopted bucket only. Its parameters
   // have no data from then on.
   void shard_values(int64_t bucket);
@@ -113,14 +123,19 @@ class ParameterTable {
 
  private:
   void check_moved(const ParameterEntry& entry) const;
+  c10::ScalarType dtype_of(const NamedParameter& parameter) const;
+  bool keeps_masters(const ParameterEntry& entry) const;
   bool owns_its_storage(const at::Tensor& tensor) const;
 
   const bool sharded_; // stage 3
   const int64_t bucket_bytes_;
   const int64_t first_bucket_bytes_;
+  const std::optional<c10::ScalarType> param_dtype_;
+  const bool masters_; // 16-bit parameters have fp32 masters
   const int64_t rank_;
   const int64_t world_size_;
   std::shared_ptr<memory::Account> account_;
+  std::shared_ptr<memory::BufferSource> shard_source_;
   std::vector<ParameterEntry> entries_;
   std::vector<BucketEntry> buckets_;
   std::unordered_map<const c10::TensorImpl*, int64_t> index_;

@@ -5,7 +5,7 @@
 
 #include "csrc/kernels/kernels.h"
 
-namespace zero::optim {
+namespace zero::memory {
 
 // The kernels' name of a dtype; a dtype that they don't have is a TypeError.
 inline kernels::Type kernel_type(c10::ScalarType type) {
@@ -21,10 +21,10 @@ inline kernels::Type kernel_type(c10::ScalarType type) {
   default:
     TORCH_CHECK_TYPE(
         false,
-        "[zero.optim] expected trainable parameters of float32, float64, bfloat16 or float16, "
+        "[zero.memory] expected trainable parameters of float32, float64, bfloat16 or float16, "
         "got ",
         type);
   }
 }
 
-} // namespace zero::optim
+} // namespace zero::memory

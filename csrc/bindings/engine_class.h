@@ -1,0 +1,19 @@
+#pragma once
+
+// The bindings of Engine, whose methods are in two files.
+
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <zero/optim/engine.h>
+
+namespace zero::bindings {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
+
+// What happens to gradients between backward and step.
+void bind_gradients(EngineClass& engine);
+
+} // namespace zero::bindings

@@ -1,0 +1,38 @@
+// The engine's gradients between backward and step.
+
+#include "engine_class.h"
+
+namespace zero::bindings {
+
+void bind_gradients(EngineClass& engine) {
+  engine.def("zero_grad", &Engine::zero_grad, py::arg("set_to_none"), NoGil())
+      .def(
+          "grad_norm",
+          &Engine::grad_norm,
+          py::arg("norm_type"),
+          NoGil(),
+          "[collective] The norm of the whole gradient; the same bits on every rank.")
+      .def(
+          "grad_norms",
+          &Engine::grad_norms,
+          py::arg("norm_type"),
+          NoGil(),
+          "[collective] The norm of each group's gradient, in one exchange.")
+      .def(
+          "clip_grad_norm",
+          &Engine::clip_grad_norm,
+          py::arg("max_norm"),
+          py::arg("norm_type"),
+          py::arg("error_if_nonfinite") = false,
+          NoGil(),
+          "[collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm "
+          "before.")
+      .def(
+          "clip_grad_value",
+          &Engine::clip_grad_value,
+          py::arg("clip_value"),
+          NoGil(),
+          "[collective] Clamps gradients to [-clip_value, clip_value].");
+}
+
+} // namespace zero::bindings

@@ -1,0 +1,124 @@
+// Engine's gradients between backward and step: norms, clipping, unscaling, and
+// what becomes of a step whose gradients are not finite.
+
+#include <zero/optim/engine_impl.h>
+
+#include <cmath>
+
+#include <zero/optim/gradient_norm.h>
+#include <zero/optim/nonfinite.h>
+
+namespace zero {
+namespace {
+
+// As torch.nn.utils.clip_grad_norm_ scales.
+void clip_to(
+    double max_norm,
+    double norm,
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients) {
+  const float coefficient = static_cast<float>(max_norm) / (static_cast<float>(norm) + 1e-6F);
+  if (!(coefficient >= 1.0F)) { // NaN scales, as in torch
+    optim::scale_gradients(table, gradients, coefficient);
+  }
+}
+
+} // namespace
+
+std::string Engine::Impl::describe(const optim::Nonfinite& found) const {
+  return "inf or NaN in the gradient of parameter '" + table.entry(found.parameter).parameter.name +
+      "' (held by rank " + std::to_string(found.rank) + ", seen on rank " +
+      std::to_string(communicator->rank()) + " of " + std::to_string(communicator->size()) + ")";
+}
+
+bool Engine::Impl::may_step() {
+  if (options.on_nonfinite == "ignore") {
+    return true;
+  }
+  const optim::Nonfinite found = optim::find_nonfinite(table, gradients, *communicator);
+  if (!found) {
+    return true;
+  }
+  count_nonfinite(found.parameter);
+  TORCH_CHECK(
+      options.on_nonfinite == "skip",
+      "[zero.optim] expected finite gradients in step() with on_nonfinite=\"raise\", got ",
+      describe(found),
+      "; nothing was changed: zero_grad() and go on, or choose on_nonfinite=\"skip\"");
+  return false;
+}
+
+void Engine::Impl::count_nonfinite(int64_t parameter) {
+  ++nonfinite_steps;
+  nonfinite_parameter = parameter;
+}
+
+void Engine::zero_grad(bool set_to_none) {
+  impl_->gradients.zero(set_to_none);
+}
+
+double Engine::grad_norm(double norm_type) {
+  impl_->settle();
+  return optim::gradient_norms(
+             impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type})
+      .values.front();
+}
+
+std::vector<double> Engine::grad_norms(double norm_type) {
+  impl_->settle();
+  return optim::gradient_norms(
+             impl_->table,
+             impl_->gradients,
+             *impl_->communicator,
+             {.p = norm_type, .per_group = true})
+      .values;
+}
+
+double Engine::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  impl_->settle();
+  const optim::GradientNorms norms =
+      optim::gradient_norms(impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type});
+  const double norm = norms.values.front();
+  TORCH_CHECK(
+      !error_if_nonfinite || std::isfinite(norm),
+      "[zero.optim] expected a finite gradient norm of order ",
+      norm_type,
+      " with error_if_nonfinite, got ",
+      norm,
+      ": ",
+      norms.nonfinite ? impl_->describe(norms.nonfinite)
+                      : std::string("every gradient is finite, their norm overflows"),
+      "; gradients were not scaled: leave this step out, or clip without error_if_nonfinite");
+  clip_to(max_norm, norm, impl_->table, impl_->gradients);
+  return norm;
+}
+
+void Engine::clip_grad_value(double clip_value) {
+  TORCH_CHECK_VALUE(clip_value >= 0.0, "[zero.optim] expected clip_value >= 0, got ", clip_value);
+  impl_->settle();
+  optim::clamp_gradients(impl_->table, impl_->gradients, clip_value);
+}
+
+int64_t Engine::unscale(double factor) {
+  impl_->settle();
+  return optim::scale_and_find_nonfinite(
+             impl_->table, impl_->gradients, *impl_->communicator, factor)
+      .parameter;
+}
+
+Engine::Clipped Engine::unscale_and_clip(double factor, double max_norm, double norm_type) {
+  impl_->settle();
+  const optim::GradientNorms norms = optim::gradient_norms(
+      impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type, .factor = factor});
+  if (!norms.nonfinite) {
+    clip_to(max_norm, norms.values.front(), impl_->table, impl_->gradients);
+  }
+  return {norms.values.front(), norms.nonfinite.parameter};
+}
+
+void Engine::count_nonfinite(int64_t parameter) {
+  impl_->checked(parameter);
+  impl_->count_nonfinite(parameter);
+}
+
+} // namespace zero

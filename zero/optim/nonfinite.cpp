@@ -1,0 +1,93 @@
+#include <zero/optim/nonfinite.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include <ATen/ops/empty.h>
+
+#include <zero/optim/gradient_stretches.h>
+
+namespace zero::optim {
+namespace {
+
+bool has_nonfinite(const GradientStretch& stretch) {
+  const int64_t found = kernels::first_nonfinite(stretch.type, stretch.data, stretch.count);
+  return found >= 0 && found < stretch.count;
+}
+
+Nonfinite agree(int64_t own, comm::Communicator& communicator, int64_t step) {
+  at::Tensor message = at::empty({static_cast<int64_t>(sizeof(own))}, at::kByte);
+  std::memcpy(message.mutable_data_ptr(), &own, sizeof(own));
+  Nonfinite first;
+  int64_t rank = 0;
+  for (const at::Tensor& other :
+       communicator.exchange(message, {"the check for non-finite gradients", 0, step, false})) {
+    int64_t theirs = -1;
+    std::memcpy(&theirs, other.const_data_ptr(), sizeof(theirs));
+    first.merge(theirs, rank++);
+  }
+  return first;
+}
+
+} // namespace
+
+void Nonfinite::merge(int64_t parameter_of_rank, int64_t from) {
+  if (parameter_of_rank >= 0 && (parameter < 0 || parameter_of_rank < parameter)) {
+    parameter = parameter_of_rank;
+    rank = from;
+  }
+}
+
+int64_t first_nonfinite(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients) {
+  int64_t first = -1;
+  for (int64_t b = 0; b < table.bucket_count(); ++b) {
+    const layout::Range held = gradients.reduced_range(b);
+    const auto joined = gradient_stretches(table, gradients, b, held, Padding::included);
+    if (std::none_of(joined.begin(), joined.end(), has_nonfinite)) {
+      continue;
+    }
+    for (const GradientStretch& own :
+         gradient_stretches(table, gradients, b, held, Padding::left_out)) {
+      if ((first < 0 || own.parameter < first) && has_nonfinite(own)) {
+        first = own.parameter;
+      }
+    }
+  }
+  return first;
+}
+
+Nonfinite find_nonfinite(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    comm::Communicator& communicator) {
+  return agree(first_nonfinite(table, gradients), communicator, gradients.steps());
+}
+
+Nonfinite scale_and_find_nonfinite(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    comm::Communicator& communicator,
+    double factor) {
+  kernels::ExactSum largest; // infinite or NaN where an element is
+  for (int64_t b = 0; b < table.bucket_count(); ++b) {
+    for (const GradientStretch& stretch :
+         gradient_stretches(table, gradients, b, gradients.reduced_range(b), padding_for(factor))) {
+      kernels::scale_and_accumulate_norm(
+          stretch.type,
+          stretch.data,
+          factor,
+          stretch.count,
+          std::numeric_limits<double>::infinity(),
+          largest);
+    }
+    gradients.reduced_changed(b);
+  }
+  const int64_t own = std::isfinite(largest.maximum()) ? -1 : first_nonfinite(table, gradients);
+  return agree(own, communicator, gradients.steps());
+}
+
+} // namespace zero::optim

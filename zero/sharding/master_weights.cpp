@@ -1,0 +1,60 @@
+#include <zero/sharding/master_weights.h>
+
+#include <utility>
+
+#include <zero/memory/elements.h>
+
+namespace zero::sharding {
+
+MasterWeights::MasterWeights(
+    ParameterTable& table,
+    std::shared_ptr<memory::Account> account,
+    bool whole)
+    : table_(table), account_(std::move(account)), whole_(whole) {}
+
+layout::Range MasterWeights::range(int64_t bucket) const {
+  return whole_ ? layout::Range{0, table_.bucket(bucket).layout.numel} : table_.shard(bucket);
+}
+
+bool MasterWeights::has(int64_t bucket) const {
+  return bucket < static_cast<int64_t>(masters_.size()) && masters_[bucket];
+}
+
+void MasterWeights::keep(int64_t bucket, const at::Tensor& values) {
+  const layout::Range own = range(bucket);
+  memory::FlatBuffer kept(own.size(), values.options(), memory::Purpose::optimizer_state, account_);
+  memory::copy_elements(kept.tensor(), 0, values, own.begin, own.size());
+  masters_.resize(std::max<size_t>(masters_.size(), bucket + 1));
+  masters_[bucket] = std::move(kept);
+}
+
+at::Tensor MasterWeights::tensor(int64_t bucket) const {
+  return has(bucket) ? masters_[bucket].tensor() : at::Tensor();
+}
+
+at::Tensor MasterWeights::view(int64_t bucket, layout::Range elements) const {
+  return masters_[bucket].view(elements.begin - range(bucket).begin, elements.size());
+}
+
+void MasterWeights::publish(int64_t bucket, layout::Range elements) {
+  const BucketEntry& entry = table_.bucket(bucket);
+  memory::convert_elements(
+      entry.values.tensor(),
+      elements.begin - entry.held.begin,
+      masters_[bucket].tensor(),
+      elements.begin - range(bucket).begin,
+      elements.size());
+}
+
+void MasterWeights::refresh(int64_t bucket) {
+  const BucketEntry& entry = table_.bucket(bucket);
+  const layout::Range own = range(bucket);
+  memory::follow_elements(
+      masters_[bucket].tensor(),
+      0,
+      entry.values.tensor(),
+      own.begin - entry.held.begin,
+      own.size());
+}
+
+} // namespace zero::sharding
