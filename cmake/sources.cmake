@@ -43,6 +43,7 @@ set(ZERO_SOURCES
     zero/optim/engine_inspect.cpp
     zero/optim/engine_recovery.cpp
     zero/optim/engine_report.cpp
+    zero/optim/engine_theory.cpp
     zero/optim/engine_units.cpp
     zero/optim/gradient_norm.cpp
     zero/optim/gradient_stretches.cpp

@@ -37,9 +37,10 @@ struct Options {
   // Mixed precision: "float32", "bfloat16" or "float16". What parameters become when
   // they are wrapped; of 16 bits, fp32 masters of this rank's shard are what is stepped.
   std::optional<std::string> param_dtype = {};
-  // What each reduction of gradients is rounded to; by default the parameters' dtype.
-  // Gradients of fp32 are sent in 16 bits too, then. Sums over several backwards are
-  // of fp32 in any case.
+  // What each reduction of gradients is rounded to; by default the parameters' dtype,
+  // and float32 with param_dtype float16, whose range a loss scale needs. Gradients of
+  // fp32 are sent in 16 bits too, then. Sums over several backwards are of fp32 in any
+  // case.
   std::optional<std::string> reduce_dtype = {};
   // "float32", and set: parameters of 16 bits have masters without param_dtype too.
   std::optional<std::string> master_dtype = {};

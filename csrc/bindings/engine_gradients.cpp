@@ -32,7 +32,14 @@ void bind_gradients(EngineClass& engine) {
           &Engine::clip_grad_value,
           py::arg("clip_value"),
           NoGil(),
-          "[collective] Clamps gradients to [-clip_value, clip_value].");
+          "[collective] Clamps gradients to [-clip_value, clip_value].")
+      .def(
+          "unscale",
+          &Engine::unscale,
+          py::arg("factor"),
+          NoGil(),
+          "[collective] Multiplies every gradient. The index of the first parameter with an inf or\n"
+          "NaN on any rank, or -1.");
 }
 
 } // namespace zero::bindings

@@ -181,8 +181,11 @@ def _nothing() -> None:
 
 def gathers_state(engine: _C.Engine) -> bool:
     """Whether state dicts of its model are made of shards."""
-    masters = any(map(engine.has_master, range(engine.parameter_count())))
-    return engine.options.stage == 3 or (masters and engine.options.stage > 0)
+    return engine.options.stage == 3 or (engine.options.stage > 0 and has_masters(engine))
+
+
+def has_masters(engine: _C.Engine) -> bool:
+    return any(map(engine.has_master, range(engine.parameter_count())))
 
 
 def _has_other_values(engine: _C.Engine, module: nn.Module) -> bool:

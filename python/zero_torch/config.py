@@ -48,8 +48,9 @@ class ZeroConfig:
     float16 or float32. Those of 16 bits have fp32 masters of this rank's shard, which are stepped.
     Parameters of batch norms keep their dtype, and so do buffers."""
     reduce_dtype: torch.dtype | None = None
-    """What each reduction of gradients is rounded to; by default the parameters' dtype. Gradients
-    of fp32 are sent in 16 bits too, then. Sums over several backwards are of fp32 in any case."""
+    """What each reduction of gradients is rounded to; by default the parameters' dtype, and float32
+    with ``param_dtype=float16``, whose range a loss scale needs. Gradients of fp32 are sent in 16
+    bits too, then. Sums over several backwards are of fp32 in any case."""
     master_dtype: torch.dtype | None = None
     """float32: parameters that have 16 bits already get masters too, without ``param_dtype``."""
     output_dtype: torch.dtype | None = None

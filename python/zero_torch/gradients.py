@@ -32,10 +32,15 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, engine: weakref.ref[_C.Engine], index: int, name: str, like: torch.Tensor
+        cls,
+        engine: weakref.ref[_C.Engine],
+        index: int,
+        name: str,
+        like: torch.Tensor,
+        dtype: torch.dtype,
     ) -> ShardedGradient:
         self: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
         )
         # Weakly: the engine holds this tensor in C++, where the garbage collector can't see it.
         self._engine, self._index, self._name = engine, index, name
@@ -115,7 +120,9 @@ def install(engine: _C.Engine) -> None:
     stand_ins: list[torch.Tensor] = []
     for index in range(engine.parameter_count()):
         name, parameter, _ = engine.parameter(index)
-        stand_ins.append(ShardedGradient(reference, index, name, parameter))
+        # Reduced gradients of fp32 masters count as fp32: GradScaler refuses those of fp16.
+        dtype = torch.float32 if engine.has_master(index) else parameter.dtype
+        stand_ins.append(ShardedGradient(reference, index, name, parameter, dtype))
     engine.set_gradient_stand_ins(stand_ins)
 
 
@@ -141,7 +148,9 @@ def _shard(tensor: torch.Tensor) -> torch.Tensor:
 
 def _alias(func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
     gradient: ShardedGradient = args[0]
-    return ShardedGradient(gradient._engine, gradient._index, gradient._name, gradient)
+    return ShardedGradient(
+        gradient._engine, gradient._index, gradient._name, gradient, gradient.dtype
+    )
 
 
 def _in_place(func: Callable[..., Any], args: Sequence[Any]) -> Any:

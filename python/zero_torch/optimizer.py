@@ -112,6 +112,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._rule = ForeignRule(engine, optimizer, hyperparameters, traits, self.param_groups)
         self._frozen = _frozen(collected)
         self._engine = engine
+        if engine.options.stage == 0 and any(
+            p.dtype == torch.float16 for group in self.param_groups for p in group["params"]
+        ):
+            # GradScaler refuses `.grad` of fp16, whose range is too small to be unscaled in.
+            self._step_supports_amp_scaling = True
         _registry.add_optimizer(engine, self)
 
     @overload
@@ -133,8 +138,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_parameters()
         with torch.no_grad():
-            self._rule.step(self.param_groups)
+            if self._unscaled():
+                self._rule.step(self.param_groups)
         return loss
+
+    def _unscaled(self) -> bool:
+        """Whether to step, after what GradScaler leaves to an optimizer that scales for itself."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item() > 0:
+            return False
+        if scale is not None:
+            self._live.unscale(scale.double().reciprocal().float().item())
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's: ``.grad`` becomes None, or zeros of the parameter's shape. Not collective."""

@@ -72,7 +72,7 @@ def load_state_dict(
         target.load_state_dict(_given(state_dict), strict=strict)
         return
     engine = engines[0]
-    if any(map(_hooks.gathers_state, engines)):
+    if any(other.options.stage == 3 or _hooks.has_masters(other) for other in engines):
         _load_sharded(target, engine, state_dict, strict)
         return
     _on_rank_0(engine, lambda: target.load_state_dict(_given(state_dict), strict=strict))

@@ -23,6 +23,7 @@ import zero_torch as zero
 WIDTH, DEPTH = 512, 10
 LAYER = 4 * WIDTH * WIDTH
 SLACK = LAYER // 4
+PAGE = 2**21  # of buffers that peers read: the last one held, and one of a peer's while it is read
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +174,7 @@ def _gradients_held(rank: int, world: int, stage: int) -> None:
         # The bucket that is filled and the one that is reduced; units gathered at stage 3.
         assert held["buffers"] <= (2 if stage == 2 else 4) * LAYER, held["buffers"] / LAYER
     _, peak, _ = _measured(lambda: model(x).sum().backward())
-    assert peak <= (3 if stage == 2 else 1) * LAYER + SLACK, peak / LAYER
+    assert peak <= (3 if stage == 2 else 1) * LAYER + 2 * PAGE + SLACK, peak / LAYER
     opt.zero_grad()
     with opt.no_sync():  # this is what it costs
         model(x).sum().backward()
@@ -198,9 +199,9 @@ def _constructed(rank: int, world: int, stage: int) -> None:
 
         (model, opt), building, left = _measured(build)
         held = DEPTH * LAYER // (world if stage == 3 else 1)
-        assert abs(left - held) <= LAYER, f"{left / LAYER} layers are left"
+        assert abs(left - held) <= LAYER + PAGE, f"{left / LAYER} layers are left"
         if deferred:
-            assert building <= held + 3 * LAYER, f"{building / LAYER} layers"
+            assert building <= held + 3 * LAYER + PAGE, f"{building / LAYER} layers"
 
         def train(model: nn.Module = model, opt: zero.ZeroOptimizer = opt) -> None:
             for _ in range(3):

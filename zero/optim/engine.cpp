@@ -21,6 +21,8 @@ sharding::GradientContext make_context(
   context.divisor = options.average ? static_cast<double>(communicator->size()) : 1.0;
   if (options.reduce_dtype) {
     context.reduce_dtype = sharding::dtype_named(*options.reduce_dtype);
+  } else if (options.param_dtype == "float16") {
+    context.reduce_dtype = at::kFloat;
   }
   return context;
 }

@@ -72,6 +72,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   // The same, of the master weights where there are any.
   at::Tensor exact_values(int64_t index, layout::Range part) const;
   void refresh_masters();
+  void fill_theory(Engine::Report& report) const;
   std::vector<int64_t> all_indices() const;
   const sharding::ParameterEntry& checked(int64_t index) const;
 

@@ -44,25 +44,7 @@ Engine::Report Engine::report() const {
   }
   report.padding = impl_->table.padding_bytes();
   report.transport = impl_->communicator->transport();
-  int64_t trainable = 0;
-  int64_t frozen = 0;
-  for (int64_t i = 0; i < impl_->table.size(); ++i) {
-    const sharding::ParameterEntry& entry = impl_->table.entry(i);
-    const auto bytes =
-        static_cast<int64_t>(entry.parameter.tensor.numel() * entry.parameter.tensor.itemsize());
-    (entry.trainable ? trainable : frozen) += bytes;
-  }
-  const int64_t ranks = world_size();
-  const int64_t stage = impl_->options.stage;
-  report.theory_held.parameters = (trainable + frozen) / (stage == 3 ? ranks : 1);
-  report.theory_held.gradients = trainable / (stage >= 2 ? ranks : 1);
-  report.theory_held.optimizer_state = impl_->state_tensors * trainable / (stage >= 1 ? ranks : 1);
-  report.theory_traffic = 2 * trainable * (ranks - 1) / ranks;
-  if (stage == 3) {
-    // Gathered for forward, and again for backward unless it stayed; reduced once.
-    const int64_t gathers = impl_->options.reshard_after_forward == "false" ? 1 : 2;
-    report.theory_traffic = (trainable + gathers * (trainable + frozen)) * (ranks - 1) / ranks;
-  }
+  impl_->fill_theory(report);
   return report;
 }
 

@@ -74,6 +74,10 @@ class GradientManager {
 
   bool has_gradient(int64_t index) const;
   at::Tensor reduced(int64_t bucket);
+  // What a reduction is rounded to.
+  c10::ScalarType reduced_dtype(int64_t bucket) const {
+    return context_.reduced_dtype(bucket);
+  }
   // To be called after what reduced() gave was written to.
   void reduced_changed(int64_t bucket);
   layout::Range reduced_range(int64_t bucket) const;
