@@ -100,6 +100,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_layout.cpp
     tests/cpp/test_loss_scaler.cpp
     tests/cpp/test_memory.cpp
+    tests/cpp/test_mixed.cpp
     tests/cpp/test_parity.cpp
     tests/cpp/test_stage3.cpp
     tests/cpp/test_units.cpp)
