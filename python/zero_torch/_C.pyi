@@ -86,6 +86,7 @@ class Options:
     """
     average: bool
     cast_forward_inputs: bool
+    master_dtype: str | None
     offload: str | None
     on_nonfinite: str
     output_dtype: str | None
@@ -277,7 +278,7 @@ class Engine:
     What carries a model through training; one per model.
     """
     @staticmethod
-    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None, unit_names: collections.abc.Sequence[str] = [''], materialize: typing.Any = None, order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> Engine:
+    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None, unit_names: collections.abc.Sequence[str] = [''], materialize: typing.Any = None, order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> Engine:
         """
         [collective] The engine of `parameters` (name, tensor, group index, unit index), with
         rank 0's values of them and of `buffers`, over private groups with the members of
@@ -289,7 +290,7 @@ class Engine:
         """
         Bytes of optimizer state that a rule outside the engine holds on this rank.
         """
-    def add_parameters(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]) -> None:
+    def add_parameters(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]]) -> None:
         """
         [collective] More parameters, in a new group.
         """
@@ -360,6 +361,10 @@ class Engine:
         """
         [collective] The norm of each group's gradient, in one exchange.
         """
+    def has_master(self, index: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether the parameter computes in 16 bits and has an fp32 master.
+        """
     def hold(self, indices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], writable: bool) -> None:
         """
         [collective] Makes the units of parameters whole.
@@ -388,6 +393,11 @@ class Engine:
     def load_full_state(self, index: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Mapping[str, torch.Tensor]) -> None:
         """
         Sets the state of a native rule from whole tensors; an empty dict clears it.
+        """
+    def load_master(self, index: typing.SupportsInt | typing.SupportsIndex, whole: torch.Tensor) -> None:
+        """
+        The master, where there is one, from a whole tensor, and the parameter from that. No
+        communication.
         """
     def parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> tuple[str, torch.Tensor, int]:
         """
@@ -433,7 +443,8 @@ class Engine:
         """
     def shard_parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
         """
-        A one-dimensional view of this rank's part of a parameter; empty without one.
+        A one-dimensional view of this rank's part of a parameter, of its fp32 master where it
+        has one; empty without a part.
         """
     def step(self, rules: collections.abc.Sequence[AdamW | Adam | SGD]) -> bool:
         """
@@ -444,6 +455,10 @@ class Engine:
         """
         Indices of the parameters that have a gradient and a part on this rank.
         """
+    def stepping_gradient(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
+        """
+        shard_gradient() in the dtype of shard_parameter(): a copy where it has another.
+        """
     def synchronize(self) -> None:
         """
         [collective] Reduces what backward left unreduced and waits for every transfer.
@@ -451,6 +466,11 @@ class Engine:
     def unit_names(self) -> list[str]:
         """
         The root's is empty.
+        """
+    def unscale(self, factor: typing.SupportsFloat | typing.SupportsIndex) -> int:
+        """
+        [collective] Multiplies every gradient. The index of the first parameter with an inf or
+        NaN on any rank, or -1.
         """
     def unshard(self, index: typing.SupportsInt | typing.SupportsIndex, shard: torch.Tensor) -> torch.Tensor:
         """

@@ -29,7 +29,7 @@ class _Cast:
         self._dtype = dtype
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._all((args, kwargs))
+        return self._all(args), self._all(kwargs)
 
     def output(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self._all(output)
