@@ -85,13 +85,16 @@ std::string some_names(const std::vector<ModuleSpec>& specs) {
 
 std::unordered_set<const c10::TensorImpl*> parameters_of_batch_norms(const Module& module) {
   std::unordered_set<const c10::TensorImpl*> parameters;
-  for (const auto& part : module.modules()) {
-    if (c10::demangle(typeid(*part).name()).find("BatchNorm") == std::string::npos) {
-      continue;
+  const auto add = [&](const Module& part) {
+    if (c10::demangle(typeid(part).name()).find("BatchNorm") != std::string::npos) {
+      for (const at::Tensor& parameter : part.parameters(/*recurse=*/false)) {
+        parameters.insert(parameter.unsafeGetTensorImpl());
+      }
     }
-    for (const at::Tensor& parameter : part->parameters(/*recurse=*/false)) {
-      parameters.insert(parameter.unsafeGetTensorImpl());
-    }
+  };
+  add(module);
+  for (const auto& part : module.modules(/*include_self=*/false)) { // self may be on the stack
+    add(*part);
   }
   return parameters;
 }
