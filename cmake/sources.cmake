@@ -59,11 +59,13 @@ set(ZERO_SOURCES
     zero/sharding/gradient_storage.cpp
     zero/sharding/gradients.cpp
     zero/sharding/gradients_end.cpp
+    zero/sharding/gradients_unfreeze.cpp
     zero/sharding/local_sums.cpp
     zero/sharding/master_weights.cpp
     zero/sharding/optimizer_state.cpp
     zero/sharding/parameter_gather.cpp
     zero/sharding/parameter_table.cpp
+    zero/sharding/parameter_table_unfreeze.cpp
     zero/sharding/parameters.cpp
     zero/sharding/parameters_on_use.cpp
     zero/sharding/parameters_whole.cpp
@@ -89,6 +91,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_comm.cpp
     tests/cpp/test_comm_faults.cpp
     tests/cpp/test_engine.cpp
+    tests/cpp/test_freezing.cpp
     tests/cpp/test_host.cpp
     tests/cpp/test_host_arena.cpp
     tests/cpp/test_host_recovery.cpp
@@ -102,6 +105,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_memory.cpp
     tests/cpp/test_mixed.cpp
     tests/cpp/test_parity.cpp
+    tests/cpp/test_rules.cpp
     tests/cpp/test_stage3.cpp
     tests/cpp/test_units.cpp)
 # The program that test_host_processes starts.

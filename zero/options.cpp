@@ -83,13 +83,18 @@ void check_beta(const char* name, double value) {
       value >= 0.0 && value < 1.0, "[zero.options] expected ", name, " in [0, 1), got ", value);
 }
 
-template <typename AdamLike>
-void check_adam(const AdamLike& rule) {
+template <typename WithMoments>
+void check_moments(const WithMoments& rule) {
   check_finite("lr", rule.lr, 0.0);
   check_beta("betas[0]", rule.betas[0]);
   check_beta("betas[1]", rule.betas[1]);
-  check_finite("eps", rule.eps, 0.0);
   check_finite("weight_decay", rule.weight_decay, 0.0);
+}
+
+template <typename AdamLike>
+void check_adam(const AdamLike& rule) {
+  check_moments(rule);
+  check_finite("eps", rule.eps, 0.0);
 }
 
 void check(const AdamW& rule) {
@@ -98,6 +103,10 @@ void check(const AdamW& rule) {
 
 void check(const Adam& rule) {
   check_adam(rule);
+}
+
+void check(const Lion& rule) {
+  check_moments(rule);
 }
 
 void check(const SGD& rule) {

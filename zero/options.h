@@ -82,6 +82,10 @@ struct AdamW {
   std::array<double, 2> betas = {0.9, 0.999};
   double eps = 1e-8;
   double weight_decay = 1e-2;
+  // Divides by the largest second moment so far (Reddi et al., "On the Convergence of
+  // Adam and Beyond"), which is one more state tensor; to be set before the first step.
+  bool amsgrad = false;
+  bool maximize = false; // steps along the gradient instead of against it
 };
 
 // Adam (Kingma and Ba, "Adam: A Method for Stochastic Optimization", algorithm
@@ -91,6 +95,8 @@ struct Adam {
   std::array<double, 2> betas = {0.9, 0.999};
   double eps = 1e-8;
   double weight_decay = 0.0;
+  bool amsgrad = false; // as of AdamW
+  bool maximize = false;
 };
 
 // Stochastic gradient descent with momentum, in torch.optim.SGD's form.
@@ -100,10 +106,21 @@ struct SGD {
   double dampening = 0.0;
   double weight_decay = 0.0;
   bool nesterov = false;
+  bool maximize = false;
+};
+
+// Sign of an interpolated moment (Chen et al., "Symbolic Discovery of Optimization
+// Algorithms", algorithm 2): p -= lr * (sign(b0 * m + (1 - b0) * g) + weight_decay * p)
+// with the weights before the step, then m = b1 * m + (1 - b1) * g. One state tensor.
+struct Lion {
+  double lr = 1e-4;
+  std::array<double, 2> betas = {0.9, 0.99};
+  double weight_decay = 0.0;
+  bool maximize = false;
 };
 
 // The rule that steps a parameter group natively, in one pass over flat shards.
-using Rule = std::variant<AdamW, Adam, SGD>;
+using Rule = std::variant<AdamW, Adam, SGD, Lion>;
 
 // Throws c10::ValueError naming the hyper-parameter and its allowed range.
 ZERO_API void validate(const Rule& rule);

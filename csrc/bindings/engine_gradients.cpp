@@ -39,7 +39,14 @@ void bind_gradients(EngineClass& engine) {
           py::arg("factor"),
           NoGil(),
           "[collective] Multiplies every gradient. The index of the first parameter with an inf or\n"
-          "NaN on any rank, or -1.");
+          "NaN on any rank, or -1.")
+      .def(
+          "make_trainable",
+          &Engine::make_trainable,
+          py::arg("indices"),
+          NoGil(),
+          "Parameters that were frozen when they came can have gradients and state from now on. "
+          "The same on all ranks; no communication.");
 }
 
 } // namespace zero::bindings

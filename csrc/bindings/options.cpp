@@ -48,44 +48,85 @@ void bind_adam(py::module_& module, const char* name, const char* doc) {
   const T defaults;
   py::class_<T>(module, name, doc)
       .def(
-          py::init([](double lr, std::array<double, 2> betas, double eps, double weight_decay) {
-            return T{.lr = lr, .betas = betas, .eps = eps, .weight_decay = weight_decay};
+          py::init([](double lr,
+                      std::array<double, 2> betas,
+                      double eps,
+                      double weight_decay,
+                      bool amsgrad,
+                      bool maximize) {
+            return T{
+                .lr = lr,
+                .betas = betas,
+                .eps = eps,
+                .weight_decay = weight_decay,
+                .amsgrad = amsgrad,
+                .maximize = maximize};
           }),
           py::kw_only(),
           py::arg("lr") = defaults.lr,
           py::arg("betas") = std::make_pair(defaults.betas[0], defaults.betas[1]),
           py::arg("eps") = defaults.eps,
-          py::arg("weight_decay") = defaults.weight_decay)
+          py::arg("weight_decay") = defaults.weight_decay,
+          py::arg("amsgrad") = defaults.amsgrad,
+          py::arg("maximize") = defaults.maximize)
       .def_readwrite("lr", &T::lr)
       .def_readwrite("betas", &T::betas)
       .def_readwrite("eps", &T::eps)
-      .def_readwrite("weight_decay", &T::weight_decay);
+      .def_readwrite("weight_decay", &T::weight_decay)
+      .def_readwrite("amsgrad", &T::amsgrad)
+      .def_readwrite("maximize", &T::maximize);
 }
 
 void bind_sgd(py::module_& module) {
   const SGD defaults;
   py::class_<SGD>(module, "SGD", "Stochastic gradient descent with momentum, as torch.optim.SGD.")
       .def(
-          py::init(
-              [](double lr, double momentum, double dampening, double weight_decay, bool nesterov) {
-                return SGD{
-                    .lr = lr,
-                    .momentum = momentum,
-                    .dampening = dampening,
-                    .weight_decay = weight_decay,
-                    .nesterov = nesterov};
-              }),
+          py::init([](double lr,
+                      double momentum,
+                      double dampening,
+                      double weight_decay,
+                      bool nesterov,
+                      bool maximize) {
+            return SGD{
+                .lr = lr,
+                .momentum = momentum,
+                .dampening = dampening,
+                .weight_decay = weight_decay,
+                .nesterov = nesterov,
+                .maximize = maximize};
+          }),
           py::kw_only(),
           py::arg("lr") = defaults.lr,
           py::arg("momentum") = defaults.momentum,
           py::arg("dampening") = defaults.dampening,
           py::arg("weight_decay") = defaults.weight_decay,
-          py::arg("nesterov") = defaults.nesterov)
+          py::arg("nesterov") = defaults.nesterov,
+          py::arg("maximize") = defaults.maximize)
       .def_readwrite("lr", &SGD::lr)
       .def_readwrite("momentum", &SGD::momentum)
       .def_readwrite("dampening", &SGD::dampening)
       .def_readwrite("weight_decay", &SGD::weight_decay)
-      .def_readwrite("nesterov", &SGD::nesterov);
+      .def_readwrite("nesterov", &SGD::nesterov)
+      .def_readwrite("maximize", &SGD::maximize);
+}
+
+void bind_lion(py::module_& module) {
+  const Lion defaults;
+  py::class_<Lion>(module, "Lion", "The sign of an interpolated moment, with one state tensor.")
+      .def(
+          py::init([](double lr, std::array<double, 2> betas, double weight_decay, bool maximize) {
+            return Lion{
+                .lr = lr, .betas = betas, .weight_decay = weight_decay, .maximize = maximize};
+          }),
+          py::kw_only(),
+          py::arg("lr") = defaults.lr,
+          py::arg("betas") = std::make_pair(defaults.betas[0], defaults.betas[1]),
+          py::arg("weight_decay") = defaults.weight_decay,
+          py::arg("maximize") = defaults.maximize)
+      .def_readwrite("lr", &Lion::lr)
+      .def_readwrite("betas", &Lion::betas)
+      .def_readwrite("weight_decay", &Lion::weight_decay)
+      .def_readwrite("maximize", &Lion::maximize);
 }
 
 } // namespace
@@ -95,6 +136,7 @@ void init_options(py::module_& module) {
   bind_adam<AdamW>(module, "AdamW", "Adam with decoupled weight decay, as torch.optim.AdamW.");
   bind_adam<Adam>(module, "Adam", "Adam with L2 weight decay, as torch.optim.Adam.");
   bind_sgd(module);
+  bind_lion(module);
   module.def(
       "validate_rule",
       [](const Rule& rule) { validate(rule); },

@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -162,7 +162,9 @@ class AdamW:
     """
     Adam with decoupled weight decay, as torch.optim.AdamW.
     """
-    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, betas: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"] = (0.9, 0.999), eps: typing.SupportsFloat | typing.SupportsIndex = 1e-08, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.01) -> None:
+    amsgrad: bool
+    maximize: bool
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, betas: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"] = (0.9, 0.999), eps: typing.SupportsFloat | typing.SupportsIndex = 1e-08, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.01, amsgrad: bool = False, maximize: bool = False) -> None:
         ...
     @property
     def betas(self) -> typing.Annotated[list[float], "FixedSize(2)"]:
@@ -192,7 +194,9 @@ class Adam:
     """
     Adam with L2 weight decay, as torch.optim.Adam.
     """
-    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, betas: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"] = (0.9, 0.999), eps: typing.SupportsFloat | typing.SupportsIndex = 1e-08, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
+    amsgrad: bool
+    maximize: bool
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, betas: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"] = (0.9, 0.999), eps: typing.SupportsFloat | typing.SupportsIndex = 1e-08, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, amsgrad: bool = False, maximize: bool = False) -> None:
         ...
     @property
     def betas(self) -> typing.Annotated[list[float], "FixedSize(2)"]:
@@ -222,8 +226,9 @@ class SGD:
     """
     Stochastic gradient descent with momentum, as torch.optim.SGD.
     """
+    maximize: bool
     nesterov: bool
-    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, momentum: typing.SupportsFloat | typing.SupportsIndex = 0.0, dampening: typing.SupportsFloat | typing.SupportsIndex = 0.0, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, nesterov: bool = False) -> None:
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.001, momentum: typing.SupportsFloat | typing.SupportsIndex = 0.0, dampening: typing.SupportsFloat | typing.SupportsIndex = 0.0, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, nesterov: bool = False, maximize: bool = False) -> None:
         ...
     @property
     def dampening(self) -> float:
@@ -242,6 +247,31 @@ class SGD:
         ...
     @momentum.setter
     def momentum(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def weight_decay(self) -> float:
+        ...
+    @weight_decay.setter
+    def weight_decay(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+class Lion:
+    """
+    The sign of an interpolated moment, with one state tensor.
+    """
+    maximize: bool
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex = 0.0001, betas: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"] = (0.9, 0.99), weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, maximize: bool = False) -> None:
+        ...
+    @property
+    def betas(self) -> typing.Annotated[list[float], "FixedSize(2)"]:
+        ...
+    @betas.setter
+    def betas(self, arg0: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(2)"]) -> None:
+        ...
+    @property
+    def lr(self) -> float:
+        ...
+    @lr.setter
+    def lr(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
     @property
     def weight_decay(self) -> float:
@@ -399,6 +429,10 @@ class Engine:
         The master, where there is one, from a whole tensor, and the parameter from that. No
         communication.
         """
+    def make_trainable(self, indices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> None:
+        """
+        Parameters that were frozen when they came can have gradients and state from now on. The same on all ranks; no communication.
+        """
     def parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> tuple[str, torch.Tensor, int]:
         """
         (name, tensor, group index) of a parameter.
@@ -446,7 +480,7 @@ class Engine:
         A one-dimensional view of this rank's part of a parameter, of its fp32 master where it
         has one; empty without a part.
         """
-    def step(self, rules: collections.abc.Sequence[AdamW | Adam | SGD]) -> bool:
+    def step(self, rules: collections.abc.Sequence[AdamW | Adam | SGD | Lion]) -> bool:
         """
         [collective] One step by native rules, one rule a group. False: left out on all ranks
         for a non-finite gradient.
@@ -523,7 +557,7 @@ def make_units(modules: collections.abc.Sequence[ModuleSpec], numels: collection
     by_default: the repeated children of lists; else the chosen modules.
     Raises ValueError on a parent that does not come first and on an index out of range.
     """
-def validate_rule(rule: AdamW | Adam | SGD) -> None:
+def validate_rule(rule: AdamW | Adam | SGD | Lion) -> None:
     """
     Raises ValueError naming the hyper-parameter and its allowed range.
     """

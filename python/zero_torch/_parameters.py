@@ -52,21 +52,28 @@ class Collected:
             ]
 
 
-def collect(target: Any, ignored_params: Any = (), *, deferred: bool = False) -> Collected:
+def collect(
+    target: Any, ignored_params: Any = (), *, deferred: bool = False, groups: Any = None
+) -> Collected:
     """The parameters of a module, or of an iterable of parameters, (name, parameter) or groups.
 
-    ``deferred``: parameters and buffers without storage are allowed.
+    ``deferred``: parameters and buffers without storage are allowed. ``groups``: of a module's
+    parameters; those that are in none must be frozen, and become one more.
 
     A parameter that a module holds in several places counts once, under its first name.
     Raises TypeError or ValueError naming the parameter that can't be sharded.
     """
     if isinstance(target, nn.Module):
-        pairs = list(target.named_parameters())
-        collected = Collected([{"params": [p for _, p in pairs]}], [[name for name, _ in pairs]])
+        pairs: Named = list(target.named_parameters())
+        collected = _collect_module(pairs, groups)
         collected.buffers = list(target.named_buffers())
+    elif groups is not None:
+        raise TypeError("expected an nn.Module with param_groups; pass the groups as target here")
     else:
         collected = _collect_iterable(target)
     _drop_ignored(collected, ignored_params)
+    if groups is not None:
+        _finish_groups(collected)
     check(collected.named(), deferred=deferred)
     for name, buffer in collected.buffers:
         if not deferred:
@@ -118,6 +125,43 @@ def check(parameters: Sequence[tuple[str, torch.Tensor, int]], *, deferred: bool
     pairs = [(name, parameter) for name, parameter, _ in parameters]
     _registry.refuse_managed(pairs)  # before anything looks at their memory
     _check_overlap(pairs)
+
+
+def _collect_module(pairs: Named, groups: Any) -> Collected:
+    """In one group, or in the given ones and a last one of those that are in none."""
+    if groups is None:
+        return Collected([{"params": [p for _, p in pairs]}], [[name for name, _ in pairs]])
+    if isinstance(groups, dict | torch.Tensor | str) or not isinstance(groups, Iterable):
+        raise TypeError(f"expected param_groups to be a list of dicts, got {groups!r}")
+    given = list(groups)
+    if not all(isinstance(group, dict) for group in given):
+        raise TypeError("expected param_groups to hold dicts with 'params' only")
+    collected = _collect_groups(given, 0)
+    name_of = {id(parameter): name for name, parameter in pairs}
+    left = dict(name_of)
+    for group, names in zip(collected.groups, collected.names, strict=True):
+        for position, item in enumerate(group["params"]):
+            name = name_of.get(id(_tensor(item)))
+            if name is None:
+                raise ValueError(f"{names[position]} is not one of the module's parameters")
+            names[position] = name
+            left.pop(id(_tensor(item)), None)
+    rest = [(name, parameter) for name, parameter in pairs if id(parameter) in left]
+    collected.groups.append({"params": [parameter for _, parameter in rest]})
+    collected.names.append([name for name, _ in rest])
+    return collected
+
+
+def _finish_groups(collected: Collected) -> None:
+    rest = zip(collected.names[-1], collected.groups[-1]["params"], strict=True)
+    for name, parameter in rest:
+        if parameter.requires_grad:
+            raise ValueError(
+                f"parameter '{name}' is in none of the param_groups; add it to one, freeze it, or "
+                "name it in ignored_params"
+            )
+    if not collected.names[-1]:
+        del collected.groups[-1], collected.names[-1]
 
 
 def _collect_iterable(target: Any) -> Collected:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import _C
+from ._parameters import parameters_of_batch_norms
 
 Slot = tuple[dict[str, Any], str, torch.Tensor, str]  # a module's dict, key, parameter, full name
 
@@ -50,6 +51,10 @@ class ModuleWatch:
         """Current names of the module's parameters, by id."""
         module = self._module()
         return {} if module is None else {id(p): name for name, p in module.named_parameters()}
+
+    def keeps_dtype(self) -> set[int]:
+        """Ids of parameters that mixed precision leaves alone."""
+        return parameters_of_batch_norms(self._module())
 
     def check(self) -> None:
         # Plain loops: this runs at every step.

@@ -44,8 +44,8 @@ def examine(cls: Any, hyperparameters: dict[str, Any]) -> Traits:
     """Raises TypeError or ValueError, with the reason, for a class that can't run on shards."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
-            'expected optimizer to be "adamw", "adam", "sgd" or a torch.optim.Optimizer class, '
-            f"got {cls!r}"
+            'expected optimizer to be "adamw", "adam", "sgd", "lion" or a torch.optim.Optimizer '
+            f"class, got {cls!r}"
         )
     for kind in cls.__mro__:
         if kind.__name__ in REFUSED:

@@ -28,10 +28,13 @@ class ForeignRule:
     ) -> None:
         self._engine = engine
         self._traits = traits
+        self._cls, self._hyperparameters = cls, hyperparameters
         self._parts: dict[int, nn.Parameter] = {}
-        self._count = 0
-        inner_groups = [self._lend_group(group) for group in groups]
-        self.inner = cls(inner_groups, **hyperparameters)
+        self._group_of: list[int] = []
+        self.inner = self._make([self._lend_group(at, group) for at, group in enumerate(groups)])
+
+    def _make(self, groups: Groups) -> torch.optim.Optimizer:
+        return self._cls(groups, **self._hyperparameters)
 
     def step(self, groups: Groups) -> None:
         self._copy_hyperparameters(groups)
@@ -39,7 +42,10 @@ class ForeignRule:
             return
         try:
             for index in self._engine.stepping():
-                part, shard = self._parts[index], self._engine.shard_parameter(index)
+                shard = self._engine.shard_parameter(index)
+                part = self._parts.get(index)
+                if part is None:
+                    part = self._lend_unfrozen(index, shard)
                 if part.data_ptr() != shard.data_ptr():
                     part.data = shard
                 part.grad = self._engine.stepping_gradient(index)
@@ -53,7 +59,9 @@ class ForeignRule:
         self._account()
 
     def add_group(self, group: dict[str, Any]) -> None:
-        self.inner.add_param_group(self._lend_group(group))
+        lent = self._lend_group(len(self.inner.param_groups), group)
+        self.inner.add_param_group(lent)
+        self._begin_state(lent)
 
     def states(self, indices: Iterable[int]) -> Iterator[tuple[int, State]]:
         """(index, whole state) of those that have state. Collective at stages 1 and 2."""
@@ -65,7 +73,9 @@ class ForeignRule:
                     {key: self._whole(index, key, *kind) for key, kind in kinds[index].items()},
                 )
 
-    def check_state(self, name: str, parameter: torch.Tensor, state: State) -> None:
+    def check_state(
+        self, name: str, parameter: torch.Tensor, state: State, group: dict[str, Any]
+    ) -> None:
         """Raises ValueError when ``state`` can't be split like ``parameter``."""
         for key, value in state.items():
             if self._is_split(key, value) and value.shape != parameter.shape:
@@ -77,6 +87,10 @@ class ForeignRule:
     def load_states(self, states: dict[int, State], groups: Groups) -> None:
         """Replaces all state: what ``states`` lacks is cleared. No communication."""
         self._copy_hyperparameters(groups)
+        for index in states:
+            shard = self._engine.shard_parameter(index)
+            if index not in self._parts and shard.numel() > 0:
+                self._lend_unfrozen(index, shard)
         packed = self.inner.state_dict()
         order = {id(part): index for index, part in self._parts.items()}
         loaded = {}
@@ -93,16 +107,30 @@ class ForeignRule:
         self.inner.load_state_dict({"state": loaded, "param_groups": packed["param_groups"]})
         self._account()
 
-    def _lend_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _lend_group(self, at: int, group: dict[str, Any]) -> dict[str, Any]:
         """The group as the inner optimizer sees it: parts that share the engine's memory."""
         parts = []
         for _ in group["params"]:
-            shard = self._engine.shard_parameter(self._count)
+            index = len(self._group_of)
+            self._group_of.append(at)
+            shard = self._engine.shard_parameter(index)
             if shard.numel() > 0:
-                self._parts[self._count] = nn.Parameter(shard.detach())
-                parts.append(self._parts[self._count])
-            self._count += 1
+                self._parts[index] = nn.Parameter(shard.detach())
+                parts.append(self._parts[index])
         return {**_hyperparameters(group), "params": parts}
+
+    def _lend_unfrozen(self, index: int, shard: torch.Tensor) -> nn.Parameter:
+        """The part of a parameter that was frozen when its group was lent."""
+        part = self._parts[index] = nn.Parameter(shard.detach())
+        group = self.inner.param_groups[self._group_of[index]]
+        group["params"].append(part)
+        self._begin_state({**_hyperparameters(group), "params": [part]})
+        return part
+
+    def _begin_state(self, group: dict[str, Any]) -> None:
+        """State that the class makes when it is constructed, of parts that came later."""
+        if group["params"]:
+            self.inner.state.update(self._make([group]).state)
 
     def _copy_hyperparameters(self, groups: Groups) -> None:
         for inner, outer in zip(self.inner.param_groups, groups, strict=True):

@@ -14,19 +14,21 @@ State = dict[str, Any]
 Groups = list[dict[str, Any]]
 
 _TORCH = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-_ADAM = ("lr", "betas", "eps", "weight_decay")
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 HYPERPARAMETERS = {
     "adamw": _ADAM,
     "adam": _ADAM,
-    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "lion": ("lr", "betas", "weight_decay", "maximize"),
 }
 _STATE = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
     "adam": ("step", "exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
 }
-# These would change the result; `foreach`, `fused` and `capturable` only say how torch computes it.
-_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+_MAXIMUM = "max_exp_avg_sq"  # of Adam and AdamW with amsgrad
+_UNSUPPORTED = "differentiable"
 
 
 def defaults(name: str, given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
@@ -54,6 +56,14 @@ def defaults(name: str, given: dict[str, Any], settings: Iterable[str]) -> dict[
 
 def _torch_defaults(name: str) -> dict[str, Any]:
     """The ``defaults`` of torch's optimizer, without making one (which imports torch._dynamo)."""
+    if name not in _TORCH:
+        rule = _C.Lion()
+        return {
+            "lr": rule.lr,
+            "betas": tuple(rule.betas),
+            "weight_decay": rule.weight_decay,
+            "maximize": rule.maximize,
+        }
     arguments = inspect.signature(_TORCH[name]).parameters.values()
     result = {a.name: a.default for a in arguments if a.default is not a.empty}
     if name != "sgd":
@@ -67,7 +77,7 @@ def check_group(name: str, group: dict[str, Any]) -> None:
 
 
 class NativeRule:
-    """Steps an engine by ``"adamw"``, ``"adam"`` or ``"sgd"``."""
+    """Steps an engine by ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"lion"``."""
 
     def __init__(self, engine: _C.Engine, name: str) -> None:
         self._engine = engine
@@ -88,16 +98,22 @@ class NativeRule:
 
     def _state(self, index: int) -> State:
         state = self._engine.full_state(index)
-        return {key: state[key] for key in _STATE[self._name] if key in state}
+        return {key: state[key] for key in (*_STATE[self._name], _MAXIMUM) if key in state}
 
-    def check_state(self, name: str, parameter: torch.Tensor, state: State) -> None:
+    def check_state(
+        self, name: str, parameter: torch.Tensor, state: State, group: dict[str, Any]
+    ) -> None:
         """Raises ValueError when ``state`` is not this rule's state of ``parameter``."""
-        unknown = sorted(set(state) - {*_STATE[self._name], "step"})
-        missing = [key for key in _STATE[self._name] if key not in state]
-        if unknown or missing:
+        needed, allowed = _STATE[self._name], {*_STATE[self._name], "step"}
+        if "amsgrad" in group:
+            allowed.add(_MAXIMUM)  # it stays when amsgrad is switched off
+        if group.get("amsgrad"):
+            needed = (*needed, _MAXIMUM)
+        if set(state) - allowed or any(key not in state for key in needed):
+            amsgrad = " with amsgrad" if group.get("amsgrad") else ""
             raise ValueError(
-                f"state of parameter '{name}': expected {', '.join(_STATE[self._name])} for "
-                f"optimizer='{self._name}', got {', '.join(map(str, state)) or 'nothing'}"
+                f"state of parameter '{name}': expected {', '.join(needed)} for "
+                f"optimizer='{self._name}'{amsgrad}, got {', '.join(map(str, state)) or 'nothing'}"
             )
         for key, value in state.items():
             if key != "step" and value.shape != parameter.shape:
@@ -115,14 +131,14 @@ class NativeRule:
             )
 
 
-def _rule(name: str, group: dict[str, Any]) -> _C.AdamW | _C.Adam | _C.SGD:
-    for key in _UNSUPPORTED:
-        if group.get(key):
-            raise NotImplementedError(
-                f"{key}={group[key]!r} in a param group is not supported by the native '{name}' "
-                f"rule; pass the class torch.optim.{_TORCH[name].__name__} instead"
-            )
+def _rule(name: str, group: dict[str, Any]) -> _C.AdamW | _C.Adam | _C.SGD | _C.Lion:
+    if group.get(_UNSUPPORTED):
+        raise NotImplementedError(
+            f"{_UNSUPPORTED}={group[_UNSUPPORTED]!r} in a param group is not supported by the "
+            f"native '{name}' rule; leave it out"
+        )
     lr, weight_decay = _real("lr", group["lr"]), _real("weight_decay", group["weight_decay"])
+    maximize = bool(group.get("maximize", False))
     if name == "sgd":
         return _C.SGD(
             lr=lr,
@@ -130,6 +146,11 @@ def _rule(name: str, group: dict[str, Any]) -> _C.AdamW | _C.Adam | _C.SGD:
             dampening=_real("dampening", group["dampening"]),
             weight_decay=weight_decay,
             nesterov=bool(group["nesterov"]),
+            maximize=maximize,
+        )
+    if name == "lion":
+        return _C.Lion(
+            lr=lr, betas=_betas(group["betas"]), weight_decay=weight_decay, maximize=maximize
         )
     # As in torch, an Adam whose group says so decouples its weight decay.
     kind = _C.AdamW if group.get("decoupled_weight_decay", name == "adamw") else _C.Adam
@@ -138,6 +159,8 @@ def _rule(name: str, group: dict[str, Any]) -> _C.AdamW | _C.Adam | _C.SGD:
         betas=_betas(group["betas"]),
         eps=_real("eps", group["eps"]),
         weight_decay=weight_decay,
+        amsgrad=bool(group.get("amsgrad", False)),
+        maximize=maximize,
     )
 
 

@@ -34,9 +34,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     dropping the optimizer gives a plain model back (a ``ZeroModule`` stays sharded).
 
     ``optimizer``: ``"adamw"``, ``"adam"`` or ``"sgd"`` (native and fused, with torch's defaults and
-    formats), or an elementwise ``torch.optim`` class, which runs on the shards. ``lr`` and the
+    formats), ``"lion"`` (native too; lr 1e-4, betas (0.9, 0.99), weight_decay 0, maximize), or an
+    elementwise ``torch.optim`` class, which runs on the shards. ``lr`` and the
     other hyper-parameters are keyword arguments, as are the settings of ``ZeroConfig`` (put over
     ``config``). They are read from ``param_groups`` at each step, so schedulers work.
+    ``param_groups``, at any stage: a list of groups of the module's parameters; each trainable one
+    must be in one, and frozen ones that are in none become a last group.
 
     ``stage``: 0 replicates, 1 shards optimizer state, 2 gradients too, 3 parameters too (``target``
     must be a module; see ``ZeroModule``, to which the parameters belong then: they stay sharded
@@ -61,6 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         *,
         stage: int | None = None,
         lr: float | torch.Tensor | None = None,
+        param_groups: Any = None,
         process_group: Any = None,
         config: ZeroConfig | None = None,
         init_fn: Callable[[torch.nn.Module], None] | None = None,
@@ -72,6 +76,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._engine: _C.Engine | None = None
         if isinstance(target, ZeroModule):
             given = {"config": config, "process_group": process_group, **settings}
+            given["param_groups"] = param_groups
             collected = _collect_wrapped(target, stage, given)
         else:
             if stage is None:
@@ -79,7 +84,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             merged_config = merged(config, settings)
             materializer = prepare(target, stage, init_fn, init_from)
             collected = collect(
-                target, merged_config.ignored_params, deferred=materializer is not None
+                target,
+                merged_config.ignored_params,
+                deferred=materializer is not None,
+                groups=param_groups,
             )
         traits = None
         if isinstance(optimizer, str):
@@ -110,7 +118,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             assert traits is not None
             self._name = None
             self._rule = ForeignRule(engine, optimizer, hyperparameters, traits, self.param_groups)
-        self._frozen = _frozen(collected)
         self._engine = engine
         if engine.options.stage == 0 and any(
             p.dtype == torch.float16 for group in self.param_groups for p in group["params"]
@@ -222,20 +229,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             _add_param_group(self, param_group)
             return
         names = {} if self._watch is None else self._watch.names()
+        fixed = set() if self._watch is None else self._watch.keeps_dtype()
         collected = collect_group(param_group, len(self.param_groups), names)
         named = collected.named()
         if self._name is not None:
             native.check_group(self._name, {**self.defaults, **collected.groups[0]})
         _add_param_group(self, collected.groups[0])
         try:
-            self._engine.add_parameters([(*item, 0, False) for item in named])
+            self._engine.add_parameters([(*item, 0, id(item[1]) in fixed) for item in named])
         except BaseException:
             self.param_groups.pop()
             raise
         gradients.install(self._engine)
         _hooks.extend(self._engine)
         self._rule.add_group(self.param_groups[-1])
-        self._frozen += _frozen(collected)
 
     def state_dict(self) -> dict[str, Any]:
         """Exactly torch's format, with whole tensors: loads into the plain torch optimizer.
@@ -259,6 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         states, groups = self._unpack(state_dict)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
+        self._live.make_trainable(sorted(states))
         self._rule.load_states(states, self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -283,12 +291,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         if self._watch is not None:
             self._watch.check()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise NotImplementedError(
-                    f"parameter '{name}' was frozen when the model was sharded and no longer is: "
-                    "that is not built yet; make a new ZeroOptimizer after unfreezing"
-                )
 
     def _state_dict(self, *, keep: bool) -> dict[str, Any]:
         """torch's own packing, over whole states that live as long as it takes."""
@@ -312,6 +314,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{[len(group['params']) for group in saved]} in the state dict"
             )
         keys = [key for group in saved for key in group["params"]]
+        group_of = [group for group in saved for _ in group["params"]]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in saved]
         if self._name is not None:
             for group in groups:
@@ -321,7 +324,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state = {k: v for k, v in state_dict["state"].get(key, {}).items() if v is not None}
             if state:
                 name, parameter, _ = self._live.parameter(index)
-                self._rule.check_state(name, parameter, state)
+                self._rule.check_state(name, parameter, state, group_of[index])
                 states[index] = state
         return states, groups
 
@@ -329,7 +332,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 def _check_name(optimizer: str) -> None:
     if optimizer not in native.HYPERPARAMETERS:
         raise ValueError(
-            'expected optimizer to be "adamw", "adam", "sgd" or a torch.optim class, '
+            'expected optimizer to be "adamw", "adam", "sgd", "lion" or a torch.optim class, '
             f'got "{optimizer}"'
         )
 
@@ -351,7 +354,3 @@ def _collect_wrapped(target: ZeroModule, stage: Any, given: dict[str, Any]) -> C
         [{"params": [parameter for _, parameter, _ in parameters]}],
         [[name for name, _, _ in parameters]],
     )
-
-
-def _frozen(collected: Collected) -> list[tuple[str, torch.Tensor]]:
-    return [(name, p) for name, p, _ in collected.named() if not p.requires_grad]

@@ -22,6 +22,11 @@ RULES = [
     ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
     ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("adamw", torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    ("adam", torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    ("adamw", torch.optim.AdamW, {"lr": 1e-3, "maximize": True}),
+    ("adam", torch.optim.Adam, {"lr": 1e-3, "maximize": True, "weight_decay": 0.1}),
+    ("sgd", torch.optim.SGD, {"lr": 1e-2, "maximize": True, "momentum": 0.9, "weight_decay": 0.1}),
 ]
 
 

@@ -82,7 +82,14 @@ std::unique_ptr<AccumulateHooks> hook_accumulation(
     const at::Tensor& parameter,
     int64_t index,
     const std::weak_ptr<AccumulateListener>& listener) {
+  const bool frozen = !parameter.requires_grad();
+  if (frozen && (!c10::isFloatingType(parameter.scalar_type()) || parameter.is_inference())) {
+    return nullptr;
+  }
+  // Frozen tensors have no node until they need one.
+  parameter.set_requires_grad(true);
   auto node = ta::impl::grad_accumulator(parameter);
+  parameter.set_requires_grad(!frozen);
   return std::make_unique<NodeHooks<decltype(node)>>(std::move(node), index, listener);
 }
 

@@ -25,6 +25,7 @@ class AccumulateHooks {
   virtual ~AccumulateHooks() = default;
 };
 
+// Null for what can't have gradients. A parameter that is frozen may be unfrozen later.
 std::unique_ptr<AccumulateHooks> hook_accumulation(
     const at::Tensor& parameter,
     int64_t index,

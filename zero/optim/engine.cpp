@@ -61,6 +61,11 @@ Engine::Impl::Impl(
           options.stage == 0),
       state(table, account),
       masters(table, account, options.stage == 0) {
+  gradients.on_unfrozen([this](int64_t bucket) {
+    if (table.bucket(bucket).masters) {
+      masters.widen(bucket);
+    }
+  });
   if (options.stage == 3) {
     TORCH_CHECK_VALUE(
         gathers != communicator || communicator->size() == 1,
@@ -159,6 +164,18 @@ bool Engine::Impl::any_gradient(int64_t bucket) const {
     }
   }
   return false;
+}
+
+const Rule& Engine::Impl::rule_of(int64_t bucket, const std::vector<Rule>& rules) const {
+  const int64_t first = table.bucket(bucket).layout.parameters.front();
+  const int64_t group = table.entry(first).parameter.group;
+  TORCH_CHECK_VALUE(
+      group < static_cast<int64_t>(rules.size()),
+      "[zero.optim] expected a rule for each parameter group, got ",
+      rules.size(),
+      " for group ",
+      group);
+  return rules[group];
 }
 
 void Engine::Impl::publish(int64_t bucket) {
@@ -267,21 +284,18 @@ bool Engine::step(const std::vector<Rule>& rules) {
   if (!begin_step()) {
     return false;
   }
+  for (int64_t b = 0; b < impl_->table.bucket_count(); ++b) {
+    if (impl_->any_gradient(b)) {
+      impl_->state.require(b, sharding::state_names(impl_->rule_of(b, rules)));
+    }
+  }
   for (int64_t b = impl_->table.bucket_count() - 1; b >= 0; --b) {
     if (!impl_->any_gradient(b)) {
       continue;
     }
-    const int64_t first = impl_->table.bucket(b).layout.parameters.front();
-    const int64_t group = impl_->table.entry(first).parameter.group;
-    TORCH_CHECK_VALUE(
-        group < static_cast<int64_t>(rules.size()),
-        "[zero.optim] expected a rule for each parameter group, got ",
-        rules.size(),
-        " for group ",
-        group);
-    impl_->state_tensors = static_cast<int64_t>(sharding::state_names(rules[group]).size());
-    optim::native_step(
-        impl_->table, impl_->gradients, impl_->state, impl_->masters, b, rules[group]);
+    const Rule& rule = impl_->rule_of(b, rules);
+    impl_->state_tensors = static_cast<int64_t>(sharding::state_names(rule).size());
+    optim::native_step(impl_->table, impl_->gradients, impl_->state, impl_->masters, b, rule);
     impl_->publish(b);
   }
   impl_->gradients.count_step();

@@ -169,6 +169,9 @@ class ZERO_API Engine {
   at::Tensor full_gradient(int64_t index); // undefined when there is none
   // Native rules' state; "step" is 0-dim fp32. Empty before the first step.
   std::map<std::string, at::Tensor> full_state(int64_t index);
+  // Parameters that were frozen when they came can have state and gradients from now on,
+  // as those that a backward has reached since. The same on all ranks; no communication.
+  void make_trainable(const std::vector<int64_t>& indices);
   // Native state from whole tensors of any float dtype, by the names of
   // full_state(); an empty map clears it. No communication.
   void load_full_state(int64_t index, const std::map<std::string, at::Tensor>& state);

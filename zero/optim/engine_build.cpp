@@ -65,10 +65,8 @@ void Engine::Impl::append(
     parameters->grow(unit_names);
   }
   for (int64_t i = first; i < table.size(); ++i) {
-    const sharding::ParameterEntry& entry = table.entry(i);
     hooks.push_back(
-        entry.trainable ? autograd::hook_accumulation(entry.parameter.tensor, i, weak_from_this())
-                        : nullptr);
+        autograd::hook_accumulation(table.entry(i).parameter.tensor, i, weak_from_this()));
   }
 }
 

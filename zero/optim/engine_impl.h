@@ -51,6 +51,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
   void publish(int64_t bucket);
   bool any_gradient(int64_t bucket) const;
+  const Rule& rule_of(int64_t bucket, const std::vector<Rule>& rules) const;
   // [collective, unless on_nonfinite is "ignore"] Whether gradients are finite on all
   // ranks; throws on all where they are not and shall raise.
   bool may_step();

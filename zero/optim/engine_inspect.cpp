@@ -196,8 +196,21 @@ std::map<std::string, at::Tensor> Engine::full_state(int64_t index) {
   return whole;
 }
 
+void Engine::make_trainable(const std::vector<int64_t>& indices) {
+  const c10::InferenceMode normal(false);
+  std::vector<bool> trainable(impl_->table.size());
+  for (const int64_t index : indices) {
+    impl_->checked(index);
+    trainable[index] = true;
+  }
+  impl_->gradients.catch_up(trainable);
+}
+
 void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tensor>& state) {
   const sharding::ParameterEntry& entry = impl_->checked(index);
+  if (!state.empty()) {
+    make_trainable({index});
+  }
   if (!entry.trainable) {
     return;
   }
@@ -212,6 +225,9 @@ void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tens
     }
   }
   impl_->state.step_count(index) = steps;
+  if (state.empty()) {
+    impl_->state.clear_unused(entry.slot.bucket);
+  }
   const layout::Range held = impl_->held(index);
   const auto& tensors = impl_->state.tensors(
       entry.slot.bucket,

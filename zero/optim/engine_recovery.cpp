@@ -30,6 +30,25 @@ at::Tensor write_state(int64_t steps, bool intact, const std::vector<bool>& lost
   return message;
 }
 
+// One rank may have learned of an unfrozen parameter just before another failed.
+std::vector<bool> trainable_anywhere(
+    const sharding::ParameterTable& table,
+    comm::Communicator& communicator) {
+  at::Tensor own = at::empty({table.size()}, at::kByte);
+  auto* flags = own.mutable_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < table.size(); ++i) {
+    flags[i] = table.entry(i).trainable ? 1 : 0;
+  }
+  std::vector<bool> trainable(table.size());
+  for (const at::Tensor& theirs : communicator.exchange(
+           own, {"the trainable parameters after an error", 0, /*step=*/0, false})) {
+    for (int64_t i = 0; i < table.size(); ++i) {
+      trainable[i] = trainable[i] || theirs.const_data_ptr<uint8_t>()[i] != 0;
+    }
+  }
+  return trainable;
+}
+
 } // namespace
 
 void Engine::Impl::recover_if_failed() {
@@ -82,10 +101,13 @@ void Engine::Impl::recover() {
     gathers->recover();
   }
   const int64_t steps = gradients.steps();
-  bool intact = true;
+  bool intact = gradients.intact();
+  gradients.catch_up(trainable_anywhere(table, *communicator));
+  if (gather) {
+    lost.resize(table.bucket_count());
+  }
   const std::vector<at::Tensor> states = communicator->exchange(
-      write_state(steps, gradients.intact(), lost),
-      {"the recovery from an error", 0, /*step=*/0, false});
+      write_state(steps, intact, lost), {"the recovery from an error", 0, /*step=*/0, false});
   for (size_t rank = 0; rank < states.size(); ++rank) {
     const auto* bytes = states[rank].const_data_ptr<uint8_t>();
     int64_t theirs = 0;

@@ -19,12 +19,13 @@ struct Stretch {
   const void* gradient;
   kernels::Copy copy; // of master weights
   const std::vector<memory::FlatBuffer>& state;
+  size_t state_count; // of the rule; there may be more
   int64_t begin; // in the state
   int64_t count;
   int64_t step;
 
   void* state_at(size_t index) const {
-    return index < state.size() ? element(state[index].tensor(), begin) : nullptr;
+    return index < state_count ? element(state[index].tensor(), begin) : nullptr;
   }
 };
 
@@ -51,7 +52,8 @@ kernels::AdamArguments adam_arguments(const AdamLike& rule, bool decoupled, int6
       .eps = rule.eps,
       .weight_decay = rule.weight_decay,
       .decoupled = decoupled,
-      .step = step};
+      .step = step,
+      .maximize = rule.maximize};
 }
 
 void apply(const Stretch& stretch, const AdamW& rule) {
@@ -76,7 +78,24 @@ void apply(const Stretch& stretch, const SGD& rule) {
        .dampening = rule.dampening,
        .weight_decay = rule.weight_decay,
        .nesterov = rule.nesterov,
-       .first_step = stretch.step == 1});
+       .first_step = stretch.step == 1,
+       .maximize = rule.maximize});
+}
+
+void apply(const Stretch& stretch, const Lion& rule) {
+  kernels::lion(
+      stretch.type,
+      {.param = stretch.parameter,
+       .grad_type = stretch.gradient_type,
+       .grad = stretch.gradient,
+       .exp_avg = stretch.state_at(0),
+       .copy = stretch.copy},
+      stretch.count,
+      {.lr = rule.lr,
+       .beta1 = rule.betas[0],
+       .beta2 = rule.betas[1],
+       .weight_decay = rule.weight_decay,
+       .maximize = rule.maximize});
 }
 
 // Kernels step fp32 by gradients of any dtype, and other dtypes by their own: what
@@ -115,8 +134,9 @@ void native_step(
   const int64_t stepped_begin = master.defined() ? held.begin : first;
   // Also where nothing of this rank's is stepped: state exists on all ranks or none,
   // so that all take part when it is made whole.
-  const auto& tensors = state.tensors(
-      bucket, sharding::state_names(rule), stepped.options().requires_grad(false), held.size());
+  const std::vector<std::string> names = sharding::state_names(rule);
+  const auto& tensors =
+      state.tensors(bucket, names, stepped.options().requires_grad(false), held.size());
   const at::Tensor reduced = of_dtype(gradients.reduced(bucket), stepped);
   for (const Run& run : steps) {
     const int64_t begin = run.range.begin - held.begin;
@@ -130,6 +150,7 @@ void native_step(
                   Copy{kernel_type(values.scalar_type()), element(values, run.range.begin - first)}
             : kernels::Copy{},
         tensors,
+        names.size(),
         begin,
         run.range.size(),
         run.key};

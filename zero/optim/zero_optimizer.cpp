@@ -179,6 +179,9 @@ bool ZeroOptimizer::step_shards() {
     shard.mutable_grad().reset();
   }
   for (const int64_t index : engine_->stepping()) {
+    if (shards_[index].numel() == 0) { // was frozen
+      shards_[index].set_data(engine_->shard_parameter(index));
+    }
     shards_[index].mutable_grad() = engine_->stepping_gradient(index);
   }
   inner_->step();

@@ -40,21 +40,31 @@ std::string GradientManager::reduced_message(int64_t index) const {
       "zero::full_grad to read it";
 }
 
+void GradientManager::make_slot(int64_t index) {
+  const ParameterEntry& entry = table_.entry(index);
+  const at::Tensor& tensor = entry.parameter.tensor;
+  Slot& slot = slots_[index];
+  std::tie(slot.alias, slot.view) = memory::SlabView::make(
+      tensor.sizes(), tensor.strides(), table_.bucket(entry.slot.bucket).options);
+  if (!whole_) {
+    slot.view.release(reduced_message(index));
+  }
+  if (whole_ || !slot.stand_in.defined()) {
+    slot.stand_in = slot.alias;
+  }
+}
+
 void GradientManager::grow() {
   const std::lock_guard lock(mutex_);
+  extend();
+}
+
+void GradientManager::extend() {
   for (auto i = static_cast<int64_t>(slots_.size()); i < table_.size(); ++i) {
-    const ParameterEntry& entry = table_.entry(i);
-    Slot slot;
-    if (entry.trainable) {
-      const at::Tensor& tensor = entry.parameter.tensor;
-      std::tie(slot.alias, slot.view) = memory::SlabView::make(
-          tensor.sizes(), tensor.strides(), table_.bucket(entry.slot.bucket).options);
-      if (!whole_) {
-        slot.view.release(reduced_message(i));
-      }
-      slot.stand_in = slot.alias;
+    slots_.emplace_back();
+    if (table_.entry(i).trainable) {
+      make_slot(i);
     }
-    slots_.push_back(std::move(slot));
   }
   for (auto b = static_cast<int64_t>(buckets_.size()); b < table_.bucket_count(); ++b) {
     buckets_.emplace_back();
@@ -113,6 +123,9 @@ int64_t GradientManager::before_accumulate(int64_t index) {
   const bool opened = !active_;
   if (opened) {
     begin_backward();
+  }
+  if (!table_.entry(index).trainable) {
+    return opened ? backward_ : 0; // unfrozen: autograd's own, until the ranks know of it
   }
   if (buckets_[table_.entry(index).slot.bucket].launched) {
     reopen(table_.entry(index).slot.bucket);
@@ -199,6 +212,10 @@ void GradientManager::put_aside(int64_t bucket, int64_t index) {
 int64_t GradientManager::after_accumulate(int64_t index) {
   const std::lock_guard lock(mutex_);
   Slot& slot = slots_[index];
+  if (!table_.entry(index).trainable) {
+    slot.state = GradientState::local;
+    return -1;
+  }
   fill_slot(index);
   if (slot.state == GradientState::local &&
       (sums_.has(index) || (!active_sync_ && sums_.wants(index)))) {

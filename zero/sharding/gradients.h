@@ -36,6 +36,12 @@ class GradientManager {
 
   // The table grew.
   void grow();
+  // Called when a bucket of parameters that were frozen became trainable, because a
+  // backward reached one of them on some rank.
+  void on_unfrozen(std::function<void(int64_t bucket)> notice);
+  // By parameter: those that are to be trainable become so, without what a backward may
+  // have given them here. The same on all ranks; no communication.
+  void catch_up(const std::vector<bool>& trainable);
   void set_stand_ins(std::vector<at::Tensor> stand_ins);
   void set_sync(bool sync);
   bool sync() const;
@@ -90,7 +96,7 @@ class GradientManager {
 
  private:
   struct Slot {
-    GradientState state = GradientState::none;
+    GradientState state = GradientState::none; // of one that is frozen: none or local
     bool kept = false; // reduced elements are put aside, to be added to
     bool seen = false; // accumulated in this backward
     bool contributed = false; // to a reduction in this backward
@@ -107,6 +113,8 @@ class GradientManager {
   };
 
   at::Tensor& grad_of(int64_t index) const;
+  void make_slot(int64_t index);
+  void extend();
   void begin_backward();
   void take_slot(int64_t index);
   void fill_slot(int64_t index);
@@ -129,6 +137,8 @@ class GradientManager {
   };
   Agreement agree();
   void reduce_late(const std::vector<bool>& late);
+  std::vector<int64_t> unfreeze(const std::vector<bool>& wanted);
+  void reduce_unfrozen(const std::vector<bool>& used);
   void adopt_order(const std::vector<int64_t>& order);
   void reset_backward();
   void reset_order();
@@ -141,6 +151,7 @@ class GradientManager {
   const std::shared_ptr<comm::Communicator> communicator_;
   const std::unique_ptr<GradientStorage> storage_;
   const bool whole_;
+  std::function<void(int64_t bucket)> on_unfrozen_;
 
   mutable std::mutex mutex_;
   LocalSums sums_;

@@ -64,6 +64,7 @@ void GradientManager::finish_reduction() {
     wait_oldest();
   }
   reduce_late(agreement.late);
+  reduce_unfrozen(agreement.used);
   for (int64_t i = 0; i < table_.size(); ++i) {
     Slot& slot = slots_[i];
     if (table_.entry(i).trainable && agreement.used[i] && slot.state == GradientState::none) {
@@ -100,7 +101,8 @@ GradientManager::Agreement GradientManager::agree() {
   std::memset(bytes, 0, message.numel());
   for (size_t i = 0; i < parameters; ++i) {
     // A late bucket's second contribution is local still.
-    if (slots_[i].contributed || slots_[i].state == GradientState::local) {
+    const bool local = slots_[i].state == GradientState::local && grad_of(i).defined();
+    if (slots_[i].contributed || local) {
       set_bit(bytes, i);
     }
   }
@@ -196,7 +198,8 @@ void GradientManager::discard() {
   for (int64_t i = 0; i < table_.size(); ++i) {
     Slot& slot = slots_[i];
     at::Tensor& grad = grad_of(i);
-    if (grad.defined() && (grad.is_same(slot.alias) || grad.is_same(slot.stand_in))) {
+    const bool unfrozen = !table_.entry(i).trainable && slot.state == GradientState::local;
+    if (unfrozen || (grad.defined() && (grad.is_same(slot.alias) || grad.is_same(slot.stand_in)))) {
       grad.reset();
     }
     slot.state = GradientState::none;
@@ -300,12 +303,12 @@ void GradientManager::import_assigned() {
         entry.trainable,
         "[zero.sharding] parameter '",
         entry.parameter.name,
-        "' has a gradient but was frozen when it was wrapped, so its gradient was not reduced "
-        "(rank ",
+        "' was frozen when it was wrapped and has a gradient that no backward through this model "
+        "gave it, so it was not reduced (rank ",
         table_.rank(),
         " of ",
         table_.world_size(),
-        "); set requires_grad before wrapping");
+        "); unfreeze it and run a backward that reaches it, or set requires_grad before wrapping");
     if (grad.is_same(slot.alias) || grad.is_same(slot.stand_in)) {
       slot.state = GradientState::reduced;
       continue;

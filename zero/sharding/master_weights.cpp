@@ -20,12 +20,26 @@ bool MasterWeights::has(int64_t bucket) const {
   return bucket < static_cast<int64_t>(masters_.size()) && masters_[bucket];
 }
 
+at::Tensor MasterWeights::make(int64_t bucket) {
+  masters_.resize(std::max<size_t>(masters_.size(), bucket + 1));
+  masters_[bucket] = memory::FlatBuffer(
+      range(bucket).size(),
+      table_.bucket(bucket).options.dtype(at::kFloat),
+      memory::Purpose::optimizer_state,
+      account_);
+  return masters_[bucket].tensor();
+}
+
 void MasterWeights::keep(int64_t bucket, const at::Tensor& values) {
   const layout::Range own = range(bucket);
-  memory::FlatBuffer kept(own.size(), values.options(), memory::Purpose::optimizer_state, account_);
-  memory::copy_elements(kept.tensor(), 0, values, own.begin, own.size());
-  masters_.resize(std::max<size_t>(masters_.size(), bucket + 1));
-  masters_[bucket] = std::move(kept);
+  memory::copy_elements(make(bucket), 0, values, own.begin, own.size());
+}
+
+void MasterWeights::widen(int64_t bucket) {
+  const BucketEntry& entry = table_.bucket(bucket);
+  const layout::Range own = range(bucket);
+  memory::convert_elements(
+      make(bucket), 0, entry.values.tensor(), own.begin - entry.held.begin, own.size());
 }
 
 at::Tensor MasterWeights::tensor(int64_t bucket) const {

@@ -20,6 +20,8 @@ class MasterWeights {
 
   // Keeps this rank's elements of a bucket's fp32 values.
   void keep(int64_t bucket, const at::Tensor& values);
+  // The same of the values that its parameters have.
+  void widen(int64_t bucket);
   bool has(int64_t bucket) const;
   // Over range(bucket); undefined without.
   at::Tensor tensor(int64_t bucket) const;
@@ -34,6 +36,8 @@ class MasterWeights {
   void refresh(int64_t bucket);
 
  private:
+  at::Tensor make(int64_t bucket);
+
   ParameterTable& table_;
   const std::shared_ptr<memory::Account> account_;
   const bool whole_;

@@ -1,15 +1,54 @@
 #include <zero/sharding/optimizer_state.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace zero::sharding {
+namespace {
+
+using Names = std::vector<std::string>;
+
+// Of Adam and AdamW with amsgrad. Switched off, the maximum stays as it was.
+constexpr const char* kMaximum = "max_exp_avg_sq";
+
+bool is_with_maximum(const Names& longer, const Names& names) {
+  return longer.size() == names.size() + 1 && longer.back() == kMaximum &&
+      std::equal(names.begin(), names.end(), longer.begin());
+}
+
+std::string joined(const Names& names) {
+  std::string text;
+  for (const std::string& name : names) {
+    text += (text.empty() ? "" : ", ") + name;
+  }
+  return text;
+}
+
+template <typename AdamLike>
+Names adam_names(const AdamLike& rule) {
+  return rule.amsgrad ? Names{"exp_avg", "exp_avg_sq", kMaximum} : Names{"exp_avg", "exp_avg_sq"};
+}
+
+Names names_of(const AdamW& rule) {
+  return adam_names(rule);
+}
+
+Names names_of(const Adam& rule) {
+  return adam_names(rule);
+}
+
+Names names_of(const SGD& rule) {
+  return rule.momentum == 0.0 ? Names{} : Names{"momentum_buffer"};
+}
+
+Names names_of(const Lion& /*rule*/) {
+  return {"exp_avg"};
+}
+
+} // namespace
 
 std::vector<std::string> state_names(const Rule& rule) {
-  if (const auto* sgd = std::get_if<SGD>(&rule)) {
-    return sgd->momentum == 0.0 ? std::vector<std::string>{}
-                                : std::vector<std::string>{"momentum_buffer"};
-  }
-  return {"exp_avg", "exp_avg_sq"};
+  return std::visit([](const auto& concrete) { return names_of(concrete); }, rule);
 }
 
 OptimizerStateManager::OptimizerStateManager(
@@ -30,19 +69,56 @@ const std::vector<memory::FlatBuffer>& OptimizerStateManager::tensors(
     const at::TensorOptions& options,
     int64_t numel) {
   Entry& found = entry(bucket);
-  if (names.empty() || found.names == names) {
+  if (names.empty() || found.names == names || is_with_maximum(found.names, names)) {
     return found.tensors;
   }
   TORCH_CHECK_VALUE(
-      found.tensors.empty(),
+      found.tensors.empty() || is_with_maximum(names, found.names),
       "[zero.optim] expected the parameters of ",
       table_.bucket(bucket).what,
-      " to keep their optimizer rule, got another that has other state; make a new optimizer");
-  for (size_t i = 0; i < names.size(); ++i) {
+      " to keep their optimizer rule, with state ",
+      joined(found.names),
+      ", got one with ",
+      joined(names),
+      "; make a new optimizer");
+  for (size_t i = found.tensors.size(); i < names.size(); ++i) {
     found.tensors.emplace_back(numel, options, memory::Purpose::optimizer_state, account_);
   }
   found.names = names;
   return found.tensors;
+}
+
+int64_t OptimizerStateManager::first_stepped(int64_t bucket) const {
+  for (const int64_t index : table_.bucket(bucket).layout.parameters) {
+    if (index < static_cast<int64_t>(steps_.size()) && steps_[index] > 0) {
+      return index;
+    }
+  }
+  return -1;
+}
+
+void OptimizerStateManager::require(int64_t bucket, const std::vector<std::string>& names) const {
+  const Entry& found = entry(bucket);
+  const int64_t stepped = first_stepped(bucket);
+  TORCH_CHECK_VALUE(
+      stepped < 0 || !is_with_maximum(names, found.names),
+      "[zero.optim] expected amsgrad as it was in the first step, got amsgrad=true for parameter '",
+      table_.entry(stepped < 0 ? 0 : stepped).parameter.name,
+      "', whose state is ",
+      joined(found.names),
+      " without ",
+      kMaximum,
+      " (rank ",
+      table_.rank(),
+      " of ",
+      table_.world_size(),
+      "); nothing was changed: set amsgrad before the first step, or load state that has it");
+}
+
+void OptimizerStateManager::clear_unused(int64_t bucket) {
+  if (first_stepped(bucket) < 0) {
+    entry(bucket) = {};
+  }
 }
 
 const std::vector<memory::FlatBuffer>& OptimizerStateManager::existing(int64_t bucket) const {

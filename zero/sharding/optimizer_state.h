@@ -20,13 +20,19 @@ class OptimizerStateManager {
  public:
   OptimizerStateManager(ParameterTable& table, std::shared_ptr<memory::Account> account);
 
-  // State tensors of a bucket over `numel` elements by name, zero at first; `options`
-  // are those of what is stepped.
+  // State tensors of a bucket over `numel` elements, those of `names` first, zero at
+  // first; `options` are those of what is stepped. Throws where the bucket has state of
+  // another rule.
   const std::vector<memory::FlatBuffer>& tensors(
       int64_t bucket,
       const std::vector<std::string>& names,
       const at::TensorOptions& options,
       int64_t numel);
+  // Before anything is stepped: throws, naming a parameter, where the bucket's state was
+  // begun without what a rule with these names needs.
+  void require(int64_t bucket, const std::vector<std::string>& names) const;
+  // Lets state go that no parameter of the bucket has any more.
+  void clear_unused(int64_t bucket);
   // Empty before the bucket's first step.
   const std::vector<memory::FlatBuffer>& existing(int64_t bucket) const;
   const std::vector<std::string>& names(int64_t bucket) const;
@@ -39,6 +45,8 @@ class OptimizerStateManager {
     std::vector<memory::FlatBuffer> tensors;
   };
   Entry& entry(int64_t bucket) const;
+  // The bucket's first parameter that was stepped; -1 without.
+  int64_t first_stepped(int64_t bucket) const;
 
   ParameterTable& table_;
   std::shared_ptr<memory::Account> account_;

@@ -33,7 +33,7 @@ namespace sharding {
 
 struct ParameterEntry {
   NamedParameter parameter;
-  bool trainable = true; // requires_grad at wrap
+  bool trainable = true; // requires_grad at wrap, or unfreeze()
   bool flat = false; // lies in a bucket; frozen ones below stage 3 are only broadcast
   c10::ScalarType dtype = c10::ScalarType::Float; // that it computes in
   layout::Slot slot; // flat ones only
@@ -78,6 +78,11 @@ class ParameterTable {
   // Stage 3: keeps this rank's shard of an adopted bucket only. Its parameters
   // have no data from then on.
   void shard_values(int64_t bucket);
+  // Parameters that were frozen when they came are trainable from now on: below stage 3
+  // in new buckets, at stage 3 with those that share their bucket. Gives the buckets
+  // that became trainable; the same on all ranks. No communication. Throws, by name and
+  // before any change, for one that was converted meanwhile.
+  std::vector<int64_t> unfreeze(const std::vector<int64_t>& indices);
 
   int64_t size() const {
     return static_cast<int64_t>(entries_.size());
@@ -123,6 +128,7 @@ class ParameterTable {
 
  private:
   void check_moved(const ParameterEntry& entry) const;
+  void check_converted(const ParameterEntry& entry) const;
   c10::ScalarType dtype_of(const NamedParameter& parameter) const;
   bool keeps_masters(const ParameterEntry& entry) const;
   bool owns_its_storage(const at::Tensor& tensor) const;
