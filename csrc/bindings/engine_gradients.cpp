@@ -38,7 +38,8 @@ void bind_gradients(EngineClass& engine) {
           &Engine::unscale,
           py::arg("factor"),
           NoGil(),
-          "[collective] Multiplies every gradient. The index of the first parameter with an inf or\n"
+          "[collective] Multiplies every gradient. The index of the first parameter with an inf "
+          "or\n"
           "NaN on any rank, or -1.")
       .def(
           "make_trainable",

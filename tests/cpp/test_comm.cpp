@@ -339,7 +339,8 @@ TEST_CASE("wrong arguments are refused before anything is sent") {
       const auto column = at::zeros({8, 2}).select(1, 0);
       refuses([&] { comm->reduce_scatter(part, column, {}, {}); }, "contiguous");
       refuses([&] { comm->reduce_scatter(part, whole.to(at::kBool), {}, {}); }, "float32");
-      refuses([&] { comm->reduce_scatter(part, whole.to(at::kDouble), {}, {}); }, "the input's dtype");
+      refuses(
+          [&] { comm->reduce_scatter(part, whole.to(at::kDouble), {}, {}); }, "the input's dtype");
       refuses([&] { comm->reduce_scatter(whole.narrow(0, 1, 4), whole, {}, {}); }, "own slice");
       refuses([&] { comm->reduce_scatter(part, whole, {0.0, {}}, {}); }, "divisor");
       refuses([&] { comm->reduce_scatter(part, whole, {1.0, whole}, {}); }, "4 elements");
