@@ -84,7 +84,7 @@ SlabView SlabView::replace(at::Tensor& tensor, const at::Tensor& slab, int64_t o
   view.storage_ =
       empty_storage(static_cast<int64_t>(tensor.numel() * slab.itemsize()), slab.device());
   impl_of(view.storage_)->set_data_ptr_noswap(pointer_into(slab, offset));
-  at::Tensor gradient = tensor.grad();
+  at::Tensor gradient = std::move(tensor.mutable_grad());
   tensor.mutable_grad().reset();
   tensor.set_data(tensor_over(
       view.storage_, tensor.sizes(), tensor.strides(), tensor.options().dtype(slab.dtype())));
