@@ -39,8 +39,7 @@ void bind_gradients(EngineClass& engine) {
           py::arg("factor"),
           NoGil(),
           "[collective] Multiplies every gradient. The index of the first parameter with an inf "
-          "or\n"
-          "NaN on any rank, or -1.")
+          "or NaN\non any rank, or -1.")
       .def(
           "make_trainable",
           &Engine::make_trainable,

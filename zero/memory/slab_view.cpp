@@ -72,11 +72,7 @@ SlabView::adopt(at::Tensor& tensor, const at::Tensor& slab, int64_t offset, bool
     impl_of(view.storage_)->set_data_ptr_noswap(pointer_into(slab, offset));
     return view;
   }
-  view.storage_ =
-      empty_storage(static_cast<int64_t>(tensor.numel() * tensor.itemsize()), slab.device());
-  impl_of(view.storage_)->set_data_ptr_noswap(pointer_into(slab, offset));
-  tensor.set_data(tensor_over(view.storage_, tensor.sizes(), tensor.strides(), tensor.options()));
-  return view;
+  return replace(tensor, slab, offset);
 }
 
 SlabView SlabView::replace(at::Tensor& tensor, const at::Tensor& slab, int64_t offset) {

@@ -41,6 +41,13 @@ std::unique_ptr<sharding::GradientStorage> make_storage(
   }
 }
 
+sharding::GradientManager make_gradients(
+    int64_t stage,
+    const sharding::GradientContext& context,
+    const std::shared_ptr<memory::SlabPool>& pool) {
+  return {context, make_storage(stage, context, pool), stage == 0};
+}
+
 } // namespace
 
 Engine::Impl::Impl(
@@ -56,9 +63,7 @@ Engine::Impl::Impl(
                            : nullptr),
       table(options, communicator->rank(), communicator->size(), account, communicator->buffers()),
       gradients(
-          make_context(options, table, communicator, account),
-          make_storage(options.stage, make_context(options, table, communicator, account), pool),
-          options.stage == 0),
+          make_gradients(options.stage, make_context(options, table, communicator, account), pool)),
       state(table, account),
       masters(table, account, options.stage == 0) {
   gradients.on_unfrozen([this](int64_t bucket) {
@@ -152,7 +157,7 @@ void Engine::Impl::refresh_masters() {
   }
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
     if (masters.has(b)) {
-      masters.refresh(b);
+      masters.refresh(b, masters.range(b));
     }
   }
 }

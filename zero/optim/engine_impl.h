@@ -72,7 +72,9 @@ struct Engine::Impl final : autograd::AccumulateListener,
   at::Tensor values(int64_t index, layout::Range part) const;
   // The same, of the master weights where there are any.
   at::Tensor exact_values(int64_t index, layout::Range part) const;
+  // What somebody wrote to parameters, or to one of them, goes to the masters.
   void refresh_masters();
+  void refresh_master(int64_t index);
   void fill_theory(Engine::Report& report) const;
   std::vector<int64_t> all_indices() const;
   const sharding::ParameterEntry& checked(int64_t index) const;

@@ -54,6 +54,13 @@ at::Tensor Engine::Impl::exact_values(int64_t index, layout::Range part) const {
       entry.slot.bucket, {entry.slot.offset + part.begin, entry.slot.offset + part.end});
 }
 
+void Engine::Impl::refresh_master(int64_t index) {
+  const sharding::ParameterEntry& entry = checked(index);
+  if (entry.flat && masters.has(entry.slot.bucket)) {
+    masters.refresh(entry.slot.bucket, entry.slot.range());
+  }
+}
+
 std::vector<at::Tensor> Engine::Impl::parts(int64_t index, const at::Tensor& own, Part part) {
   static constexpr std::array<const char*, 4> kNames = {
       "the value", "the gradient", "optimizer state", "a tensor"};
@@ -112,7 +119,7 @@ at::Tensor Engine::Impl::unshard(int64_t index, const at::Tensor& own, Part part
 
 at::Tensor Engine::full_parameter(int64_t index) {
   impl_->settle();
-  impl_->refresh_masters();
+  impl_->refresh_master(index);
   const sharding::ParameterEntry& entry = impl_->checked(index);
   if (!impl_->parameters && !has_master(index)) {
     const at::NoGradGuard no_grad;
@@ -142,7 +149,7 @@ void Engine::load_master(int64_t index, const at::Tensor& whole) {
 
 void Engine::join_full_parameter(int64_t index) {
   impl_->settle();
-  impl_->refresh_masters();
+  impl_->refresh_master(index);
   if (impl_->parameters || (has_master(index) && impl_->options.stage > 0)) {
     impl_->parts(index, impl_->exact_values(index, impl_->owned(index)), Impl::Part::value);
   }
@@ -264,9 +271,7 @@ void Engine::broadcast_parameters(const std::vector<int64_t>& indices, int64_t r
     impl_->parameters->store(unit);
   }
   for (const int64_t index : indices) {
-    if (has_master(index)) {
-      impl_->masters.refresh(impl_->table.entry(index).slot.bucket);
-    }
+    impl_->refresh_master(index);
   }
 }
 

@@ -113,9 +113,7 @@ void Engine::begin_load(int64_t index) {
 void Engine::end_load(int64_t index) {
   if (impl_->parameters && impl_->checked(index).flat) {
     impl_->parameters->end_load(index);
-    if (has_master(index)) {
-      impl_->masters.refresh(impl_->table.entry(index).slot.bucket);
-    }
+    impl_->refresh_master(index);
   }
 }
 

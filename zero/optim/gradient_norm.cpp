@@ -17,9 +17,6 @@ struct Sum {
   kernels::ExactSum powers;
   bool rounds = false; // to fp32: a gradient is not fp64
 
-  bool finite() const {
-    return std::isfinite(powers.total()) && std::isfinite(powers.maximum());
-  }
   void merge(const Sum& other) {
     powers.merge(other.powers);
     rounds = rounds || other.rounds;
@@ -156,7 +153,7 @@ GradientNorms gradient_norms(
     add_bucket(table, gradients, b, options, sums[options.per_group ? group_of(table, b) : 0]);
   }
   const bool finite =
-      std::all_of(sums.begin(), sums.end(), [](const Sum& sum) { return sum.finite(); });
+      std::all_of(sums.begin(), sums.end(), [](const Sum& sum) { return sum.powers.finite(); });
   const int64_t own = finite ? -1 : first_nonfinite(table, gradients);
   GradientNorms norms;
   norms.nonfinite = add_ranks(sums, own, communicator, gradients.steps());

@@ -13,8 +13,7 @@ namespace zero::optim {
 namespace {
 
 bool has_nonfinite(const GradientStretch& stretch) {
-  const int64_t found = kernels::first_nonfinite(stretch.type, stretch.data, stretch.count);
-  return found >= 0 && found < stretch.count;
+  return kernels::first_nonfinite(stretch.type, stretch.data, stretch.count) >= 0;
 }
 
 Nonfinite agree(int64_t own, comm::Communicator& communicator, int64_t step) {
@@ -86,7 +85,7 @@ Nonfinite scale_and_find_nonfinite(
     }
     gradients.reduced_changed(b);
   }
-  const int64_t own = std::isfinite(largest.maximum()) ? -1 : first_nonfinite(table, gradients);
+  const int64_t own = largest.finite() ? -1 : first_nonfinite(table, gradients);
   return agree(own, communicator, gradients.steps());
 }
 

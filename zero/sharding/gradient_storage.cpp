@@ -9,16 +9,11 @@
 namespace zero::sharding {
 
 void GradientStorage::assign(int64_t bucket, layout::Range slot, const at::Tensor& values) {
-  const layout::Range held = reduced_range(bucket);
-  const layout::Range own = layout::intersect(slot, held);
-  memory::convert_elements(
-      reduced(bucket), own.begin - held.begin, values, own.begin - slot.begin, own.size());
+  take_part(reduced(bucket), reduced_range(bucket), slot, values, 0);
 }
 
 void GradientStorage::zero(int64_t bucket, layout::Range slot) {
-  const layout::Range held = reduced_range(bucket);
-  const layout::Range own = layout::intersect(slot, held);
-  memory::zero_elements(reduced(bucket), own.begin - held.begin, own.size());
+  zero_part(reduced(bucket), reduced_range(bucket), slot);
 }
 
 namespace {
@@ -62,7 +57,7 @@ class HeldGradients : public GradientStorage {
   }
 
   bool is_open(int64_t bucket) const override {
-    return bucket < static_cast<int64_t>(whole_.size()) && whole_[bucket];
+    return has_bucket(whole_, bucket);
   }
 
   int64_t max_in_flight() const override {
@@ -301,7 +296,7 @@ class ShardedGradients final : public GradientStorage {
   }
 
   bool is_open(int64_t bucket) const override {
-    return bucket < static_cast<int64_t>(open_.size()) && open_[bucket];
+    return has_bucket(open_, bucket);
   }
 
   at::Tensor reduced(int64_t bucket) override {

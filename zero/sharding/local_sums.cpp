@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include <zero/sharding/by_bucket.h>
+
 namespace zero::sharding {
 
 bool LocalSums::wants(int64_t index) const {
@@ -18,8 +20,7 @@ void LocalSums::take_out(int64_t index, const at::Tensor& whole) {
 
 void LocalSums::add(int64_t index, const at::Tensor& whole) {
   const layout::Slot& slot = table_.entry(index).slot;
-  sums_.resize(std::max<size_t>(sums_.size(), slot.bucket + 1));
-  memory::FlatBuffer& sums = sums_[slot.bucket];
+  memory::FlatBuffer& sums = at_bucket(sums_, slot.bucket);
   if (!sums) {
     sums = memory::FlatBuffer(
         whole.numel(), whole.options().dtype(at::kFloat), memory::Purpose::gradients, account_);

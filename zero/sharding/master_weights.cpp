@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <zero/memory/elements.h>
+#include <zero/sharding/by_bucket.h>
 
 namespace zero::sharding {
 
@@ -17,17 +18,17 @@ layout::Range MasterWeights::range(int64_t bucket) const {
 }
 
 bool MasterWeights::has(int64_t bucket) const {
-  return bucket < static_cast<int64_t>(masters_.size()) && masters_[bucket];
+  return has_bucket(masters_, bucket);
 }
 
 at::Tensor MasterWeights::make(int64_t bucket) {
-  masters_.resize(std::max<size_t>(masters_.size(), bucket + 1));
-  masters_[bucket] = memory::FlatBuffer(
+  memory::FlatBuffer& made = at_bucket(masters_, bucket);
+  made = memory::FlatBuffer(
       range(bucket).size(),
       table_.bucket(bucket).options.dtype(at::kFloat),
       memory::Purpose::optimizer_state,
       account_);
-  return masters_[bucket].tensor();
+  return made.tensor();
 }
 
 void MasterWeights::keep(int64_t bucket, const at::Tensor& values) {
@@ -60,12 +61,12 @@ void MasterWeights::publish(int64_t bucket, layout::Range elements) {
       elements.size());
 }
 
-void MasterWeights::refresh(int64_t bucket) {
+void MasterWeights::refresh(int64_t bucket, layout::Range elements) {
   const BucketEntry& entry = table_.bucket(bucket);
-  const layout::Range own = range(bucket);
+  const layout::Range own = layout::intersect(elements, range(bucket));
   memory::follow_elements(
       masters_[bucket].tensor(),
-      0,
+      own.begin - range(bucket).begin,
       entry.values.tensor(),
       own.begin - entry.held.begin,
       own.size());

@@ -31,9 +31,9 @@ class MasterWeights {
 
   // Rounds masters into the parameters' own memory, inside range(bucket).
   void publish(int64_t bucket, layout::Range elements);
-  // Values that somebody wrote into the parameters: masters that don't round to them
-  // become them.
-  void refresh(int64_t bucket);
+  // Values that somebody wrote into the parameters, inside `elements` as far as this
+  // rank holds them: masters that don't round to them become them.
+  void refresh(int64_t bucket, layout::Range elements);
 
  private:
   at::Tensor make(int64_t bucket);

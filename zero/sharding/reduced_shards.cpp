@@ -6,6 +6,22 @@ namespace zero::sharding {
 
 using memory::has_16_bits;
 
+void zero_part(const at::Tensor& part, layout::Range held, layout::Range slot) {
+  const layout::Range own = layout::intersect(slot, held);
+  memory::zero_elements(part, own.begin - held.begin, own.size());
+}
+
+void take_part(
+    const at::Tensor& part,
+    layout::Range held,
+    layout::Range slot,
+    const at::Tensor& source,
+    int64_t source_begin) {
+  const layout::Range own = layout::intersect(slot, held);
+  memory::convert_elements(
+      part, own.begin - held.begin, source, source_begin + own.begin - slot.begin, own.size());
+}
+
 c10::ScalarType GradientContext::reduced_dtype(int64_t bucket) const {
   const auto dtype = table.bucket(bucket).options.dtype().toScalarType();
   if (!reduce_dtype || dtype == at::kDouble) {
@@ -56,9 +72,7 @@ const at::Tensor& ReducedShards::target(int64_t bucket, bool add) {
 }
 
 void ReducedShards::zero(int64_t bucket, layout::Range slot) {
-  const layout::Range held = range(bucket);
-  const layout::Range own = layout::intersect(slot, held);
-  memory::zero_elements(at(bucket), own.begin - held.begin, own.size());
+  zero_part(at(bucket), range(bucket), slot);
 }
 
 void ReducedShards::take(
@@ -66,14 +80,7 @@ void ReducedShards::take(
     layout::Range slot,
     const at::Tensor& source,
     int64_t source_begin) {
-  const layout::Range held = range(bucket);
-  const layout::Range own = layout::intersect(slot, held);
-  memory::convert_elements(
-      at(bucket),
-      own.begin - held.begin,
-      source,
-      source_begin + own.begin - slot.begin,
-      own.size());
+  take_part(at(bucket), range(bucket), slot, source, source_begin);
 }
 
 at::Tensor RoundedBuckets::round(int64_t bucket, const at::Tensor& whole) {
@@ -88,7 +95,7 @@ at::Tensor RoundedBuckets::round(int64_t bucket, const at::Tensor& whole) {
 }
 
 at::Tensor RoundedBuckets::get(int64_t bucket) const {
-  return bucket < static_cast<int64_t>(slabs_.size()) ? slabs_[bucket].tensor : at::Tensor();
+  return has_bucket(slabs_, bucket) ? slabs_[bucket].tensor : at::Tensor();
 }
 
 void RoundedBuckets::finish(int64_t bucket) {

@@ -6,18 +6,20 @@
 #include <cstdint>
 #include <vector>
 
+#include <zero/sharding/by_bucket.h>
 #include <zero/sharding/gradient_storage.h>
 
 namespace zero::sharding {
 
-// Grows a vector of one item a bucket as the table grows.
-template <typename T>
-T& at_bucket(std::vector<T>& items, int64_t bucket) {
-  if (static_cast<int64_t>(items.size()) <= bucket) {
-    items.resize(bucket + 1);
-  }
-  return items[bucket];
-}
+// Of what a rank holds of a bucket, the elements `held`: sets those of a slot to zero,
+// or takes them from `source`, where the slot starts at `source_begin`.
+void zero_part(const at::Tensor& part, layout::Range held, layout::Range slot);
+void take_part(
+    const at::Tensor& part,
+    layout::Range held,
+    layout::Range slot,
+    const at::Tensor& source,
+    int64_t source_begin);
 
 // One buffer a bucket over the elements that this rank holds reduced: of the reduced
 // dtype, or of fp32 as an accumulator of 16-bit gradients.
@@ -27,7 +29,7 @@ class ReducedShards {
   ReducedShards(const GradientContext& context, bool whole) : context_(context), whole_(whole) {}
 
   bool has(int64_t bucket) const {
-    return bucket < static_cast<int64_t>(items_.size()) && items_[bucket];
+    return has_bucket(items_, bucket);
   }
   layout::Range range(int64_t bucket) const;
   // Made, with zeros, where there is none.
