@@ -21,13 +21,11 @@ import os
 import statistics
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from run import free_port
+from common import add_program, check_program, figures_of, free_port, note_if_not_quiet
 
-ROOT = Path(__file__).resolve().parent.parent
 BLUE, PALE_BLUE, ORANGE, GREY = "#2f6db5", "#9dbfe3", "#e07b39", "#b9c0c8"
 COLORS = {"gloo": ORANGE, "group": PALE_BLUE, "host": BLUE, "memcpy": GREY}
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
@@ -72,15 +70,9 @@ def summary(case: Case) -> dict[str, dict[str, float]]:
     seconds: dict[str, list[float]] = case["seconds"]
     result = {}
     for way, times in seconds.items():
-        median = statistics.median(times)
         ratios = [host / time for host, time in zip(seconds["host"], times, strict=True)]
-        result[way] = {
-            "median": median,
-            "min": min(times),
-            "max": max(times),
-            "gib_per_second": case["bytes"] / 2**30 / median,
-            "host_to_this": statistics.median(ratios),
-        }
+        result[way] = figures_of(times, case["bytes"])
+        result[way]["host_to_this"] = statistics.median(ratios)
     return result
 
 
@@ -197,21 +189,16 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def main() -> None:
-    default = ROOT / "build" / version("torch") / "bench_collectives"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64], help="sizes of tensors")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--program", type=Path, default=default)
-    parser.add_argument("--limit", type=float, default=1800, help="seconds for one start")
+    add_program(parser, "bench_collectives")
     arguments = parser.parse_args()
-    if not arguments.program.is_file():
-        sys.exit(f"{arguments.program} is not built: run `make build`, or name it with --program")
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > 0.5:
-        print(f"note: the machine is not quiet (load {load:.2f}); timings will be off")
+    check_program(arguments.program)
+    cores = len(os.sched_getaffinity(0))
+    note_if_not_quiet()
     print(f"{cores} cores")
     runs = []
     for ranks in arguments.ranks:

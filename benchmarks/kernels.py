@@ -17,14 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import add_program, check_program, figures_of, note_if_not_quiet
 
 Run = dict[str, Any]  # the document that the program prints
 Case = dict[str, Any]  # one of its "cases"
@@ -50,14 +48,8 @@ def summary(case: Case) -> dict[str, dict[str, float]]:
     seconds: dict[str, list[float]] = case["seconds"]
     result = {}
     for way, times in seconds.items():
-        median = statistics.median(times)
-        result[way] = {
-            "median": median,
-            "min": min(times),
-            "max": max(times),
-            "gib_per_second": case["bytes"] / 2**30 / median,
-            "this_to_zero": min(times) / min(seconds["zero"]),
-        }
+        result[way] = figures_of(times, case["bytes"])
+        result[way]["this_to_zero"] = min(times) / min(seconds["zero"])
     return result
 
 
@@ -87,19 +79,13 @@ def print_table(run: Run) -> None:
 
 
 def main() -> None:
-    default = ROOT / "build" / version("torch") / "bench_kernels"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--elements", type=int, nargs="+", default=[2**16, 2**24])
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--program", type=Path, default=default)
-    parser.add_argument("--limit", type=float, default=1800, help="seconds")
+    add_program(parser, "bench_kernels")
     arguments = parser.parse_args()
-    if not arguments.program.is_file():
-        sys.exit(f"{arguments.program} is not built: run `make build`, or name it with --program")
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        print(f"note: the machine is not quiet (load {load:.2f}); timings will be off")
+    check_program(arguments.program)
+    note_if_not_quiet()
     numbers = [str(number) for number in (arguments.rounds, *arguments.elements)]
     try:
         run = measure(arguments.program, numbers, arguments.limit)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from common import free_port, note_if_not_quiet
 
 HERE = Path(__file__).parent
 STRATEGIES = [
@@ -36,12 +37,6 @@ MODELS = {
     "small": {"layers": 6, "dim": 256, "batch": 4, "vocab": 1024},  # 5.3 M parameters
     "large": {"layers": 8, "dim": 768, "batch": 1, "context": 64, "vocab": 1024},  # 58 M
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def measure(strategy: str, options: dict[str, int], steps: int, ranks: int) -> dict[str, float]:
@@ -74,9 +69,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        print(f"note: the machine is not quiet (load {load:.2f}); timings will be off")
+    note_if_not_quiet()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.strategies}
     for _ in range(arguments.rounds):
         for name, runs in results.items():

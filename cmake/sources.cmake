@@ -24,6 +24,7 @@ set(ZERO_SOURCES
     zero/comm/local_communicator.cpp
     zero/comm/make_communicator.cpp
     zero/comm/meeting.cpp
+    zero/comm/memory_file.cpp
     zero/comm/operation_header.cpp
     zero/comm/operation_queue.cpp
     zero/comm/peer_exchange.cpp

@@ -503,8 +503,8 @@ class Engine:
         """
     def unscale(self, factor: typing.SupportsFloat | typing.SupportsIndex) -> int:
         """
-        [collective] Multiplies every gradient. The index of the first parameter with an inf or
-        NaN on any rank, or -1.
+        [collective] Multiplies every gradient. The index of the first parameter with an inf or NaN
+        on any rank, or -1.
         """
     def unshard(self, index: typing.SupportsInt | typing.SupportsIndex, shard: torch.Tensor) -> torch.Tensor:
         """

@@ -1,6 +1,5 @@
 #include <zero/comm/host_arena.h>
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -31,10 +30,6 @@ int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-[[noreturn]] void fail(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
-
 int64_t machine_memory() {
   return round_up(static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE), kPage);
 }
@@ -48,7 +43,7 @@ ArenaMapping::ArenaMapping(int file, int64_t bytes, bool writable) : bytes_(byte
   void* reserved =
       mmap(nullptr, length + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) { // NOLINT(performance-no-int-to-ptr)
-    fail("mmap of addresses for shared buffers");
+    throw_errno("mmap of addresses for shared buffers");
   }
   auto* const begin = static_cast<char*>(reserved);
   const auto before = static_cast<size_t>(
@@ -64,7 +59,7 @@ ArenaMapping::ArenaMapping(int file, int64_t bytes, bool writable) : bytes_(byte
     const int error = errno;
     munmap(reserved, length + kPage);
     errno = error;
-    fail("mmap of shared buffers");
+    throw_errno("mmap of shared buffers");
   }
   if (before > 0) {
     munmap(begin, before);
@@ -79,25 +74,18 @@ ArenaMapping::~ArenaMapping() {
 
 // ---- this process's arena ----
 
-HostArena::HostArena(int file, int64_t bytes)
-    : process_(getpid()), mapping_(file, bytes, true), file_(file), free_{{0, bytes}} {}
+HostArena::HostArena(MemoryFile file, int64_t bytes)
+    : process_(getpid()),
+      file_(std::move(file)),
+      mapping_(file_.number(), bytes, true),
+      free_{{0, bytes}} {}
 
 std::shared_ptr<HostArena> HostArena::create() {
-  const int file = memfd_create("zero buffers", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (file < 0) {
-    return nullptr;
-  }
   const int64_t bytes = machine_memory();
   std::shared_ptr<HostArena> arena;
   try {
-    if (ftruncate(file, bytes) == 0 &&
-        fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0) {
-      arena = std::shared_ptr<HostArena>(new HostArena(file, bytes));
-    }
+    arena.reset(new HostArena(MemoryFile::create("zero buffers", bytes), bytes));
   } catch (const std::system_error&) { // a limit on addresses
-  }
-  if (!arena) {
-    close(file);
     return nullptr;
   }
   *arena->mapping_.data() = 0;
@@ -106,22 +94,11 @@ std::shared_ptr<HostArena> HostArena::create() {
   return huge ? arena : nullptr;
 }
 
-HostArena::~HostArena() {
-  close_file();
-}
-
 std::string HostArena::address() const {
-  const std::lock_guard lock(mutex_);
   std::ostringstream text;
-  text << reinterpret_cast<uint64_t>(mapping_.data()) << " " << mapping_.bytes() << " " << file_;
+  text << reinterpret_cast<uint64_t>(mapping_.data()) << " " << mapping_.bytes() << " "
+       << file_.number();
   return text.str();
-}
-
-void HostArena::close_file() {
-  const std::lock_guard lock(mutex_);
-  if (file_ >= 0) {
-    close(std::exchange(file_, -1));
-  }
 }
 
 int64_t HostArena::held() const {
@@ -236,18 +213,8 @@ PeerArena::PeerArena(int64_t process, const std::string& address) {
   int64_t bytes = 0;
   int number = -1;
   parts >> base_ >> bytes >> number;
-  const auto path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(number);
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) {
-    fail(path.c_str());
-  }
-  try {
-    mapping_ = std::make_unique<ArenaMapping>(file, bytes, false);
-  } catch (...) {
-    close(file);
-    throw;
-  }
-  close(file);
+  const MemoryFile file = MemoryFile::open(process, number, bytes, /*writable=*/false);
+  mapping_ = std::make_unique<ArenaMapping>(file.number(), bytes, false);
   madvise(mapping_->data(), static_cast<size_t>(bytes), MADV_DONTFORK);
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // Flat buffers that the other ranks of the host read in place. Each process has one
-// anonymous file (memfd), mapped once by itself and by each peer: as large as the
+// MemoryFile, mapped once by itself and by each peer: as large as the
 // machine's memory, sparse, and filled with huge pages where something is allocated.
 // With small pages it would cost more than it saves: they are slow to make, and the
 // kernel copies huge private pages as fast.
@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include <zero/comm/memory_file.h>
 #include <zero/memory/buffer_source.h>
 
 namespace zero::comm {
@@ -47,7 +48,6 @@ class HostArena final : public memory::BufferSource,
  public:
   // Null where the system gives no huge pages to shared memory on request.
   static std::shared_ptr<HostArena> create();
-  ~HostArena() override;
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
@@ -57,12 +57,14 @@ class HostArena final : public memory::BufferSource,
   // What a peer needs to map it.
   std::string address() const;
   // Once all peers have it: nobody can open it any more.
-  void close_file();
+  void close_file() {
+    file_.close();
+  }
   // Bytes of memory that it takes from the system.
   int64_t held() const;
 
  private:
-  HostArena(int file, int64_t bytes);
+  HostArena(MemoryFile file, int64_t bytes);
 
   struct Block {
     std::shared_ptr<HostArena> arena;
@@ -75,9 +77,9 @@ class HostArena final : public memory::BufferSource,
   void populate(int64_t first_page, int64_t end_page);
 
   const int64_t process_;
+  MemoryFile file_;
   const ArenaMapping mapping_;
   mutable std::mutex mutex_;
-  int file_; // -1: closed
   std::map<int64_t, int64_t> free_; // begin to bytes; neighbours are joined
   std::vector<int32_t> users_; // blocks in each huge page
 };

@@ -2,17 +2,15 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <random>
 #include <sstream>
 #include <stdexcept>
-#include <system_error>
+#include <utility>
 
 namespace zero::comm {
 namespace {
@@ -41,10 +39,6 @@ int64_t total_bytes(int64_t ranks, int64_t channels) {
   return windows_begin(ranks, channels) + ranks * channels * 2 * kHostWindowBytes;
 }
 
-[[noreturn]] void fail(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
-
 // Ranks that are threads share one mapping.
 struct Registry {
   std::mutex mutex;
@@ -65,17 +59,17 @@ std::string random_text() {
 
 } // namespace
 
-HostSegment::HostSegment(int file, std::string address, int64_t ranks, int64_t channels)
-    : file_(file), address_(std::move(address)), ranks_(ranks), channels_(channels) {
+HostSegment::HostSegment(MemoryFile file, std::string address, int64_t ranks, int64_t channels)
+    : file_(std::move(file)), address_(std::move(address)), ranks_(ranks), channels_(channels) {
   void* data = mmap(
       nullptr,
       static_cast<size_t>(total_bytes(ranks, channels)),
       PROT_READ | PROT_WRITE,
       MAP_SHARED,
-      file,
+      file_.number(),
       0);
   if (data == MAP_FAILED) { // NOLINT(performance-no-int-to-ptr)
-    fail("mmap of the shared segment");
+    throw_errno("mmap of the shared segment");
   }
   data_ = static_cast<char*>(data);
 }
@@ -84,35 +78,18 @@ HostSegment::~HostSegment() {
   if (data_ != nullptr) {
     munmap(data_, static_cast<size_t>(total_bytes(ranks_, channels_)));
   }
-  close_file();
-}
-
-void HostSegment::close_file() {
-  if (const int file = file_.exchange(-1); file >= 0) { // ranks that are threads share it
-    close(file);
-  }
 }
 
 std::shared_ptr<HostSegment> HostSegment::create(int64_t ranks, int64_t channels) {
-  const int file = memfd_create("zero", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (file < 0) {
-    fail("memfd_create");
+  MemoryFile file = MemoryFile::create("zero", total_bytes(ranks, channels));
+  // The control part exists from now on: a lack of memory shows here, not as SIGBUS.
+  if (fallocate(file.number(), 0, 0, windows_begin(ranks, channels)) != 0) {
+    throw_errno("making room for the shared segment");
   }
-  std::shared_ptr<HostSegment> segment;
-  try {
-    // The control part exists from now on: a lack of memory shows here, not as SIGBUS.
-    if (ftruncate(file, total_bytes(ranks, channels)) != 0 ||
-        fallocate(file, 0, 0, windows_begin(ranks, channels)) != 0) {
-      fail("making room for the shared segment");
-    }
-    fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-    std::ostringstream address;
-    address << getpid() << " " << file << " " << random_text();
-    segment = std::shared_ptr<HostSegment>(new HostSegment(file, address.str(), ranks, channels));
-  } catch (...) {
-    close(file);
-    throw;
-  }
+  std::ostringstream address;
+  address << getpid() << " " << file.number() << " " << random_text();
+  const std::shared_ptr<HostSegment> segment(
+      new HostSegment(std::move(file), address.str(), ranks, channels));
   auto* preamble = reinterpret_cast<Preamble*>(segment->data_);
   std::strncpy(preamble->address.data(), segment->address_.c_str(), preamble->address.size() - 1);
   preamble->magic = kMagic;
@@ -137,26 +114,14 @@ HostSegment::open(const std::string& address, int64_t ranks, int64_t channels) {
   int64_t pid = 0;
   int number = -1;
   parts >> pid >> number;
-  const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
-  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) {
-    throw std::runtime_error("can't open " + path + ": " + std::strerror(errno));
-  }
-  struct stat status{};
-  if (fstat(file, &status) != 0 || status.st_size != total_bytes(ranks, channels)) {
-    close(file);
-    throw std::runtime_error(path + " is not the segment that was announced");
-  }
-  std::shared_ptr<HostSegment> segment;
-  try {
-    segment = std::shared_ptr<HostSegment>(new HostSegment(file, address, ranks, channels));
-  } catch (...) {
-    close(file);
-    throw;
-  }
+  const std::shared_ptr<HostSegment> segment(new HostSegment(
+      MemoryFile::open(pid, number, total_bytes(ranks, channels), /*writable=*/true),
+      address,
+      ranks,
+      channels));
   const auto* preamble = reinterpret_cast<const Preamble*>(segment->data_);
   if (preamble->magic != kMagic || address != preamble->address.data()) {
-    throw std::runtime_error(path + " is not the segment that was announced");
+    throw std::runtime_error("the memory at " + address + " is not the segment that was announced");
   }
   return segment;
 }

@@ -2,8 +2,7 @@
 
 // The memory that the ranks of one host share to agree on operations: a small
 // record for each rank and channel, and a window for bytes where ranks may not
-// read each other's memory. An anonymous file (memfd): it has no name, takes no
-// space of /dev/shm and ends with the last process that has it.
+// read each other's memory. A MemoryFile.
 
 #include <array>
 #include <atomic>
@@ -11,6 +10,7 @@
 #include <memory>
 #include <string>
 
+#include <zero/comm/memory_file.h>
 #include <zero/comm/operation_header.h>
 
 namespace zero::comm {
@@ -59,7 +59,9 @@ class HostSegment {
   open(const std::string& address, int64_t ranks, int64_t channels);
   ~HostSegment();
   // Once all ranks have it: nobody can open it any more.
-  void close_file();
+  void close_file() {
+    file_.close();
+  }
   HostSegment(const HostSegment&) = delete;
   HostSegment& operator=(const HostSegment&) = delete;
 
@@ -72,9 +74,9 @@ class HostSegment {
   char* window(int64_t rank, int64_t channel, int64_t which);
 
  private:
-  HostSegment(int file, std::string address, int64_t ranks, int64_t channels);
+  HostSegment(MemoryFile file, std::string address, int64_t ranks, int64_t channels);
 
-  std::atomic<int> file_; // -1: closed
+  MemoryFile file_;
   const std::string address_;
   const int64_t ranks_;
   const int64_t channels_;
