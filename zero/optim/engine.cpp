@@ -172,8 +172,7 @@ bool Engine::Impl::any_gradient(int64_t bucket) const {
 }
 
 const Rule& Engine::Impl::rule_of(int64_t bucket, const std::vector<Rule>& rules) const {
-  const int64_t first = table.bucket(bucket).layout.parameters.front();
-  const int64_t group = table.entry(first).parameter.group;
+  const int64_t group = table.group_of(bucket);
   TORCH_CHECK_VALUE(
       group < static_cast<int64_t>(rules.size()),
       "[zero.optim] expected a rule for each parameter group, got ",

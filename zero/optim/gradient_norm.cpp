@@ -1,7 +1,6 @@
 #include <zero/optim/gradient_norm.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -58,10 +57,6 @@ Sum read_sum(Message message) {
 
 int64_t read_nonfinite(const Message& message) {
   return static_cast<int64_t>(message.flags >> kParameterShift) - 1;
-}
-
-int64_t group_of(const sharding::ParameterTable& table, int64_t bucket) {
-  return table.entry(table.bucket(bucket).layout.parameters.front()).parameter.group;
 }
 
 int64_t group_count(const sharding::ParameterTable& table) {
@@ -150,7 +145,7 @@ GradientNorms gradient_norms(
       options.p > 0.0, "[zero.optim] expected norm_type > 0 or infinity, got ", options.p);
   std::vector<Sum> sums(options.per_group ? group_count(table) : 1);
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
-    add_bucket(table, gradients, b, options, sums[options.per_group ? group_of(table, b) : 0]);
+    add_bucket(table, gradients, b, options, sums[options.per_group ? table.group_of(b) : 0]);
   }
   const bool finite =
       std::all_of(sums.begin(), sums.end(), [](const Sum& sum) { return sum.powers.finite(); });

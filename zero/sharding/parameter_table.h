@@ -111,6 +111,10 @@ class ParameterTable {
   // -1 when the tensor is not managed.
   int64_t index_of(const at::Tensor& tensor) const;
 
+  // The group that all parameters of a bucket are in.
+  int64_t group_of(int64_t bucket) const {
+    return entries_[buckets_[bucket].layout.parameters.front()].parameter.group;
+  }
   layout::Range shard(int64_t bucket) const {
     return buckets_[bucket].layout.shard(rank_);
   }
