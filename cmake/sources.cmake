@@ -38,6 +38,8 @@ set(ZERO_SOURCES
     zero/memory/slab_pool.cpp
     zero/memory/slab_view.cpp
     zero/nn/module_tree.cpp
+    zero/optim/buffer_sync.cpp
+    zero/optim/ema.cpp
     zero/optim/engine.cpp
     zero/optim/engine_build.cpp
     zero/optim/engine_gradients.cpp
@@ -46,6 +48,7 @@ set(ZERO_SOURCES
     zero/optim/engine_report.cpp
     zero/optim/engine_theory.cpp
     zero/optim/engine_units.cpp
+    zero/optim/engine_values.cpp
     zero/optim/gradient_norm.cpp
     zero/optim/gradient_stretches.cpp
     zero/optim/loss_scaler.cpp
@@ -81,7 +84,9 @@ set(ZERO_KERNEL_VARIANT_SOURCE csrc/kernels/kernels_impl.cpp)
 
 set(ZERO_BINDING_SOURCES
     csrc/bindings/comm.cpp
+    csrc/bindings/ema.cpp
     csrc/bindings/engine.cpp
+    csrc/bindings/engine_agreement.cpp
     csrc/bindings/engine_gradients.cpp
     csrc/bindings/layout.cpp
     csrc/bindings/module.cpp
@@ -91,6 +96,7 @@ set(ZERO_BINDING_SOURCES
 set(ZERO_TEST_SOURCES
     tests/cpp/test_comm.cpp
     tests/cpp/test_comm_faults.cpp
+    tests/cpp/test_ema.cpp
     tests/cpp/test_engine.cpp
     tests/cpp/test_freezing.cpp
     tests/cpp/test_host.cpp

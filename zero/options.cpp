@@ -29,7 +29,6 @@ void not_built(const char* name, const std::optional<std::string>& value) {
 }
 
 void check_unbuilt(const Options& options) {
-  not_built("sync_buffers", options.sync_buffers, !options.sync_buffers);
   not_built("step_in_backward", options.step_in_backward, !options.step_in_backward);
   not_built("offload", options.offload);
   not_built("shard_group", options.shard_group);

@@ -58,7 +58,8 @@ struct Options {
   // A step that sees an inf or NaN in a gradient on any rank: "skip" leaves it out,
   // "raise" throws, on all ranks, and nothing is changed; "ignore" does not look.
   std::string on_nonfinite = "ignore";
-  // Not built yet: broadcast of buffers before each forward.
+  // Rank 0's values of buffers go to all ranks in each step, and in Python before each
+  // training forward too. Without it they do so once, at construction.
   bool sync_buffers = false;
   // Names of parameters that are neither reduced nor stepped.
   std::vector<std::string> ignored_params = {};

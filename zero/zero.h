@@ -3,6 +3,7 @@
 // Everything that a program needs: #include <zero/zero.h>, link zero::zero.
 
 #include <zero/comm/init.h>
+#include <zero/optim/ema.h>
 #include <zero/optim/loss_scaler.h>
 #include <zero/optim/sharder.h>
 #include <zero/optim/zero_optimizer.h>

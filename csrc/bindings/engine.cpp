@@ -267,6 +267,11 @@ void bind_inspection(EngineClass& engine) {
           py::arg("index"),
           "Whether the parameter computes in 16 bits and has an fp32 master.")
       .def(
+          "is_trainable",
+          &Engine::is_trainable,
+          py::arg("index"),
+          "Whether it has a gradient and state: was not frozen, or a backward reached it since.")
+      .def(
           "load_master",
           &Engine::load_master,
           py::arg("index"),
@@ -334,36 +339,6 @@ void bind_inspection(EngineClass& engine) {
           "report",
           &report,
           "What is held, was held at most and was sent, in bytes, beside theory.");
-}
-
-void bind_agreement(EngineClass& engine) {
-  engine
-      .def(
-          "broadcast_parameters",
-          &Engine::broadcast_parameters,
-          py::arg("indices"),
-          py::arg("root"),
-          NoGil(),
-          "[collective] Rank `root`'s current values of parameters to all ranks.")
-      .def(
-          "broadcast",
-          &Engine::broadcast,
-          py::arg("tensors"),
-          py::arg("root"),
-          NoGil(),
-          "[collective] Rank `root`'s values of tensors that it doesn't manage to all ranks.")
-      .def(
-          "agree_any",
-          &Engine::agree_any,
-          py::arg("value"),
-          NoGil(),
-          "[collective] Whether any rank says true.")
-      .def(
-          "exchange",
-          &Engine::exchange,
-          py::arg("bytes"),
-          NoGil(),
-          "[collective] Every rank's bytes (one-dimensional uint8, any length), in rank order.");
 }
 
 } // namespace

@@ -1,6 +1,6 @@
 #pragma once
 
-// The bindings of Engine, whose methods are in two files.
+// The bindings of Engine, whose methods are in several files.
 
 #include "bindings.h"
 
@@ -15,5 +15,7 @@ using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 // What happens to gradients between backward and step.
 void bind_gradients(EngineClass& engine);
+// What ranks tell each other.
+void bind_agreement(EngineClass& engine);
 
 } // namespace zero::bindings

@@ -34,6 +34,14 @@ void bind_gradients(EngineClass& engine) {
           NoGil(),
           "[collective] Clamps gradients to [-clip_value, clip_value].")
       .def(
+          "divide_gradients",
+          &Engine::divide_gradients,
+          py::arg("divisor"),
+          py::arg("across_ranks"),
+          NoGil(),
+          "[collective] Divides gradients by the divisor, or by the sum of all ranks' divisors; "
+          "returns it.")
+      .def(
           "unscale",
           &Engine::unscale,
           py::arg("factor"),

@@ -18,5 +18,6 @@ PYBIND11_MODULE(_C, module) {
   zero::bindings::init_options(module);
   zero::bindings::init_comm(module);
   zero::bindings::init_engine(module);
+  zero::bindings::init_ema(module);
   zero::bindings::init_unit_hook(module);
 }

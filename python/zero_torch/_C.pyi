@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'EMA', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -353,6 +353,10 @@ class Engine:
         """
         [collective] Clamps gradients to [-clip_value, clip_value].
         """
+    def divide_gradients(self, divisor: typing.SupportsFloat | typing.SupportsIndex, across_ranks: bool) -> float:
+        """
+        [collective] Divides gradients by the divisor, or by the sum of all ranks' divisors; returns it.
+        """
     def end_load(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     def end_step(self) -> None:
@@ -402,6 +406,10 @@ class Engine:
     def index_of(self, parameter: torch.Tensor) -> int:
         """
         The index of a managed parameter; -1 for any other tensor.
+        """
+    def is_trainable(self, index: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether it has a gradient and state: was not frozen, or a backward reached it since.
         """
     def join_full_parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
@@ -459,6 +467,11 @@ class Engine:
         """
         Ends unshard_all().
         """
+    def set_buffers(self, source: collections.abc.Callable[[], list[tuple[str, torch.Tensor, bool]]]) -> None:
+        """
+        Which buffers sync_buffers() is about, asked for at each call: (name, buffer, whether it is
+        a running statistic).
+        """
     def set_gradient_stand_ins(self, stand_ins: collections.abc.Sequence[torch.Tensor]) -> None:
         """
         Stages 1 to 3: what `.grad` is once it was reduced, by parameter.
@@ -492,6 +505,10 @@ class Engine:
     def stepping_gradient(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
         """
         shard_gradient() in the dtype of shard_parameter(): a copy where it has another.
+        """
+    def sync_buffers(self) -> None:
+        """
+        [collective] Rank 0's values of the buffers to all ranks.
         """
     def synchronize(self) -> None:
         """
@@ -528,6 +545,49 @@ class Engine:
         ...
     @property
     def world_size(self) -> int:
+        ...
+class EMA:
+    """
+    A sharded average of an engine's parameters.
+    """
+    def __init__(self, engine: Engine, decay: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        Starts at the present values.
+        """
+    def average(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
+        """
+        [collective at stages 1 to 3] A whole average.
+        """
+    def bytes(self) -> int:
+        """
+        What the averages take on this rank.
+        """
+    def load(self, index: typing.SupportsInt | typing.SupportsIndex, whole: torch.Tensor) -> None:
+        """
+        An average from a whole tensor, the same on all ranks.
+        """
+    def swap(self) -> None:
+        """
+        [collective] Exchanges averages and parameters.
+        """
+    def update(self) -> None:
+        """
+        Takes the present values in.
+        """
+    @property
+    def decay(self) -> float:
+        ...
+    @decay.setter
+    def decay(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def swapped(self) -> bool:
+        ...
+    @property
+    def updates(self) -> int:
+        ...
+    @updates.setter
+    def updates(self, arg1: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
 class UnitHook:
     """

@@ -16,6 +16,7 @@ _abi.check()
 
 from .config import ZeroConfig  # noqa: E402
 from .deferred import deferred_init  # noqa: E402
+from .ema import EMA  # noqa: E402
 from .init import init  # noqa: E402
 from .inspect import full_grad, full_param, full_state, gathered, unwrap  # noqa: E402
 from .module import ZeroModule  # noqa: E402
@@ -24,6 +25,7 @@ from .report import report  # noqa: E402
 from .state import load_state_dict, optimizer_state_dict, state_dict  # noqa: E402
 
 __all__ = [
+    "EMA",
     "ZeroConfig",
     "ZeroModule",
     "ZeroOptimizer",

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, _casts, _hooks, _registry, gradients
+from . import _C, _buffers, _casts, _hooks, _registry, gradients
+from ._habits import DdpRefusal
 from ._parameters import Collected, parameters_of_batch_norms
 from ._units import Found, find_units
 from ._watch import ModuleWatch
@@ -67,6 +68,10 @@ def make_engine(
             "expected an nn.Module with cast_forward_inputs or output_dtype, which are about its "
             f"forward; got {type(target).__name__}"
         )
+    if module is None and config.sync_buffers:
+        raise TypeError(
+            f"expected an nn.Module with sync_buffers, got {type(target).__name__}, which has none"
+        )
     found = find_units(module, named, config) if options.stage == 3 else Found([""], [], [])
     of_parameter = found.of_parameter or [0] * len(named)
     group = _checked_group(process_group)
@@ -83,7 +88,8 @@ def make_engine(
         collected.replace([engine.parameter(index)[1] for index in range(len(named))])
     gradients.install(engine)
     if module is not None:
-        _hooks.attach(engine, module, found, _casts.attach(module, config))
+        handles = _casts.attach(module, config) + _buffers.attach(engine, module)
+        _hooks.attach(engine, module, found, [*handles, DdpRefusal(module, engine)])
     _registry.add(engine)
     return engine
 

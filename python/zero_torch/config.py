@@ -71,8 +71,9 @@ class ZeroConfig:
     "ignore" does not look, as torch. The first two cost a step one pass over the gradients and a
     message of 8 bytes."""
     sync_buffers: bool = False
-    """Broadcast of buffers before each forward: not built yet. (Rank 0's are broadcast once, at
-    construction.)"""
+    """Rank 0's values of the module's buffers go to all ranks before each training forward (with
+    grad mode, outside ``no_sync``) and in each step, so that they are the same after it; without
+    it once, at construction. Needs a module as target."""
     ignored_params: Iterable[str | torch.Tensor] = ()
     """Names of parameters, or the parameters, that are neither reduced nor stepped."""
     step_in_backward: bool = False

@@ -90,6 +90,21 @@ def engines_of(module: nn.Module) -> list[_C.Engine]:
     return list(_managed(module.parameters()))
 
 
+def engine_of(target: Any) -> _C.Engine:
+    """The one engine of a module's parameters; TypeError or ValueError when there is none."""
+    if not isinstance(target, nn.Module):
+        raise TypeError(
+            f"expected a ZeroOptimizer or a sharded module, got {type(target).__name__}"
+        )
+    engines = engines_of(target)
+    if len(engines) != 1:
+        raise ValueError(
+            "expected a module whose parameters one ZeroOptimizer or ZeroModule manages, got "
+            f"{len(engines)} of them in this {type(target).__name__}"
+        )
+    return engines[0]
+
+
 def _parameters_of(target: Any) -> Iterable[torch.Tensor]:
     if isinstance(target, nn.Module):
         return target.parameters()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from . import _C
+from . import _C, _habits
 from ._engine import make_engine, prepare, watch
 from ._parameters import collect
 from ._watch import ModuleWatch
@@ -153,7 +153,10 @@ class ZeroModule(nn.Module):
         found = getattr(type(module), name, None)
         if isinstance(found, property):
             return found.__get__(module, type(module))
-        value = getattr(module, name)
+        try:
+            value = getattr(module, name)
+        except AttributeError as error:
+            raise _habits.missing_in_module(module, name, error) from None
         if self._engine.options.stage == 3 and inspect.ismethod(value):
             return _as_forward(self._engine, value)
         return value

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 
-from . import _C, _hooks, _registry, elementwise, gradients, inspect, native
+from . import _C, _habits, _hooks, _registry, elementwise, gradients, inspect, native
 from ._engine import make_engine, prepare, watch
 from ._parameters import Collected, collect, collect_group
 from ._watch import ModuleWatch
@@ -209,6 +209,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with no_sync(self._live):
             yield
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """False: backward accumulates without traffic until it is set to True again."""
+        self._live.set_requires_gradient_sync(requires_gradient_sync)
+
+    def divide_grad_(
+        self, divisor: float | torch.Tensor, *, across_ranks: bool = False
+    ) -> torch.Tensor:
+        """Divides all gradients by ``divisor``, the same on every rank. Collective.
+
+        With ``across_ranks`` by the sum of what the ranks give, and returns that (0-dim fp32): with
+        ``average=False`` and a summed loss, ``divide_grad_(tokens, across_ranks=True)`` gives the
+        mean over all ranks' tokens, however they are spread. To be called once a step, before
+        clipping. Raises ValueError unless the divisor is finite and positive.
+        """
+        return self._scalar(self._live.divide_gradients(float(divisor), across_ranks))
+
     def synchronize(self) -> None:
         """Reduces what backward left unreduced and waits for every transfer. Collective."""
         self._live.synchronize()
@@ -270,6 +286,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._rule.load_states(states, self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _habits.missing_in_optimizer(name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

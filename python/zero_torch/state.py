@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,19 +62,19 @@ def load_state_dict(
         engine = target._live
         if rank0_only and engine.world_size > 1:
             state_dict = _share_state(engine, state_dict)
-        target.load_state_dict(_given(state_dict))
+        target.load_state_dict(given(state_dict))
         return
     if not isinstance(target, nn.Module):
         raise TypeError(f"expected a module or a ZeroOptimizer, got {type(target).__name__}")
     engines = engines_of(target)
     if not (rank0_only and engines and engines[0].world_size > 1):
-        target.load_state_dict(_given(state_dict), strict=strict)
+        target.load_state_dict(given(state_dict), strict=strict)
         return
     engine = engines[0]
     if any(other.options.stage == 3 or _hooks.has_masters(other) for other in engines):
         _load_sharded(target, engine, state_dict, strict)
         return
-    _on_rank_0(engine, lambda: target.load_state_dict(_given(state_dict), strict=strict))
+    _wire.on_rank_0(engine, lambda: target.load_state_dict(given(state_dict), strict=strict))
     unmanaged = [p for p in target.parameters() if _registry.find(p) is None]
     for other in engines:
         other.broadcast_parameters(list(range(other.parameter_count())), 0)
@@ -86,7 +85,7 @@ def _load_sharded(
     module: nn.Module, engine: _C.Engine, state_dict: dict[str, Any] | None, strict: bool
 ) -> None:
     """Rank 0's values, one module's own parameters at a time."""
-    names = _on_rank_0(engine, lambda: sorted(_given(state_dict)))
+    names = _wire.on_rank_0(engine, lambda: sorted(given(state_dict)))
     wanted = dict.fromkeys(module.state_dict(keep_vars=True))
     missing, unexpected = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
     if strict and (missing or unexpected):
@@ -94,7 +93,7 @@ def _load_sharded(
             f"error loading the state dict of rank 0 into {type(module).__name__}: missing keys "
             f"{missing}, unexpected keys {unexpected}"
         )
-    _on_rank_0(engine, lambda: _check_shapes(module, _given(state_dict)))
+    _wire.on_rank_0(engine, lambda: _check_shapes(module, given(state_dict)))
     for prefix, part in module.named_modules():
         own = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
         chosen = [key for key in own if (f"{prefix}.{key}" if prefix else key) in names]
@@ -103,7 +102,7 @@ def _load_sharded(
         with gathered([own[key] for key in chosen], writeback=True), torch.no_grad():
             if engine.rank == 0:
                 for key in chosen:
-                    own[key].copy_(_given(state_dict)[f"{prefix}.{key}" if prefix else key])
+                    own[key].copy_(given(state_dict)[f"{prefix}.{key}" if prefix else key])
         engine.broadcast([own[k].detach() for k in chosen if _registry.find(own[k]) is None], 0)
         for key in chosen:
             _share_master(own[key], state_dict, f"{prefix}.{key}" if prefix else key)
@@ -118,7 +117,7 @@ def _share_master(parameter: torch.Tensor, state_dict: dict[str, Any] | None, na
     if engine.has_master(index):
         master = torch.empty_like(parameter, dtype=torch.float32)
         if engine.rank == 0:
-            master.copy_(_given(state_dict)[name])
+            master.copy_(given(state_dict)[name])
         engine.broadcast([master], 0)
         engine.load_master(index, master)
 
@@ -137,13 +136,13 @@ def _share_state(engine: _C.Engine, state_dict: dict[str, Any] | None) -> dict[s
     tensors: list[torch.Tensor] = []
 
     def describe() -> dict[str, Any]:
-        given = _given(state_dict)
+        source = given(state_dict)
         states = {}
-        for key, state in given["state"].items():
+        for key, state in source["state"].items():
             states[key] = {name: _describe(value, tensors) for name, value in state.items()}
-        return {**given, "state": states}
+        return {**source, "state": states}
 
-    shared: dict[str, Any] = _on_rank_0(engine, describe)
+    shared: dict[str, Any] = _wire.on_rank_0(engine, describe)
     if engine.rank != 0:
         for state in shared["state"].values():
             tensors += [torch.empty(v.shape, dtype=v.dtype) for v in state.values() if _is_slot(v)]
@@ -172,23 +171,7 @@ def _is_slot(value: Any) -> bool:
     return isinstance(value, _Slot)
 
 
-def _on_rank_0(engine: _C.Engine, action: Callable[[], Any]) -> Any:
-    """What ``action`` gives on rank 0, on every rank; or its error, on every rank. Collective."""
-    result, error = None, None
-    if engine.rank == 0:
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-    told = _wire.exchange(engine, None if error is None else f"{type(error).__name__}: {error}")[0]
-    if error is not None:
-        raise error
-    if told is not None:
-        raise RuntimeError(f"rank 0 failed: {told}")
-    return _wire.exchange(engine, result)[0]
-
-
-def _given(state_dict: dict[str, Any] | None) -> dict[str, Any]:
+def given(state_dict: dict[str, Any] | None) -> dict[str, Any]:
     if not isinstance(state_dict, dict):
         raise TypeError(f"expected state_dict to be a dict, got {type(state_dict).__name__}")
     return state_dict

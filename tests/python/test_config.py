@@ -102,7 +102,6 @@ def test_bad_settings_are_refused_by_name(kw, error, words):
 @pytest.mark.parametrize(
     "kw",
     [
-        {"sync_buffers": True},
         {"step_in_backward": True},
         {"offload": "optimizer"},
         {"shard_group": "inner"},

@@ -130,7 +130,7 @@ void Engine::Impl::after_accumulate(int64_t index) {
   }
 }
 
-void Engine::Impl::settle() {
+void Engine::Impl::settle_values() {
   TORCH_CHECK(
       !autograd::inside_backward(),
       "[zero.optim] gradients and parameters can't be read or stepped inside backward (rank ",
@@ -145,8 +145,12 @@ void Engine::Impl::settle() {
   TORCH_CHECK(
       !released,
       "[zero.optim] the parameters were given back by release(): this optimizer manages nothing");
-  gradients.flush();
   table.reattach();
+}
+
+void Engine::Impl::settle() {
+  settle_values();
+  gradients.flush();
   gradients.import_assigned();
 }
 
@@ -269,8 +273,19 @@ bool Engine::requires_gradient_sync() const {
 }
 
 bool Engine::begin_step() {
+  TORCH_CHECK(
+      !impl_->swapped,
+      "[zero.optim] expected the model's weights in step(), got the averages that EMA has put in "
+      "their place (rank ",
+      rank(),
+      " of ",
+      world_size(),
+      "); leave swapped() first");
   impl_->account->mark();
   impl_->settle();
+  if (impl_->options.sync_buffers) {
+    impl_->sync_buffers();
+  }
   if (impl_->parameters) {
     if (impl_->unsharded) {
       reshard_all();

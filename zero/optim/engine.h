@@ -17,6 +17,7 @@
 #include <zero/api.h>
 #include <zero/comm/communicator.h>
 #include <zero/memory/account.h>
+#include <zero/optim/buffer_sync.h>
 #include <zero/options.h>
 #include <zero/sharding/parameter_table.h>
 
@@ -36,7 +37,7 @@ struct Units {
   std::vector<int64_t> order = {};
 };
 
-class ZERO_API Engine {
+class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
  public:
   // [collective] Compares names, shapes, dtypes, order and options between the
   // ranks, broadcasts rank 0's values of parameters and buffers, and moves the
@@ -118,6 +119,9 @@ class ZERO_API Engine {
     int64_t nonfinite; // as unscale() returns
   };
   Clipped unscale_and_clip(double factor, double max_norm, double norm_type);
+  // [collective] Divides gradients by `divisor`, or by the sum of what each rank gives
+  // (its tokens, say). Returns what they were divided by, > 0.
+  double divide_gradients(double divisor, bool across_ranks);
   // For report(): a step was left out because of this parameter's gradient. step()
   // and begin_step() count their own.
   void count_nonfinite(int64_t parameter);
@@ -159,6 +163,8 @@ class ZERO_API Engine {
 
   // [collective at stages 1 to 3] Whole tensors in the parameter's own shape.
   at::Tensor full_parameter(int64_t index);
+  // Whether it has a gradient and state: was not frozen, or a backward reached it since.
+  bool is_trainable(int64_t index) const;
   // Whether it computes in 16 bits and has an fp32 master, which full_parameter() gives.
   bool has_master(int64_t index) const;
   // The master, where there is one, from a whole tensor; the parameter has its values
@@ -180,6 +186,18 @@ class ZERO_API Engine {
   // made whole, and the part of a whole one (no communication).
   at::Tensor unshard(int64_t index, const at::Tensor& shard);
   at::Tensor shard(int64_t index, const at::Tensor& whole);
+
+  // [collective] Exchanges this rank's part of each parameter (of its master, where it
+  // has one) and `values`, of the shape of shard_parameter(); undefined ones are left
+  // alone. What was there is in `values` then, in its own dtype. `away`: step() throws
+  // until the next call without it.
+  void swap_values(std::vector<at::Tensor>& values, bool away);
+
+  // sync_buffers: the model's buffers at the moment of the call; without it those that
+  // came with the parameters.
+  void set_buffers(std::function<std::vector<NamedBuffer>()> source);
+  // [collective] Rank 0's values of them to all ranks, as each step begins with.
+  void sync_buffers();
 
   // [collective] Rank `root`'s current values of parameters to all ranks.
   void broadcast_parameters(const std::vector<int64_t>& indices, int64_t root);

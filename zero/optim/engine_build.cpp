@@ -59,6 +59,9 @@ void Engine::Impl::append(
   }
   for (const auto& [name, tensor] : buffers) {
     broadcast(tensor, 0, "buffer '" + name + "'");
+    if (options.sync_buffers) {
+      own_buffers.emplace_back(name, tensor);
+    }
   }
   gradients.grow();
   if (parameters) {

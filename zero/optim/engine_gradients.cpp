@@ -4,6 +4,10 @@
 #include <zero/optim/engine_impl.h>
 
 #include <cmath>
+#include <cstring>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <zero/optim/gradient_norm.h>
 #include <zero/optim/nonfinite.h>
@@ -97,6 +101,38 @@ void Engine::clip_grad_value(double clip_value) {
   TORCH_CHECK_VALUE(clip_value >= 0.0, "[zero.optim] expected clip_value >= 0, got ", clip_value);
   impl_->settle();
   optim::clamp_gradients(impl_->table, impl_->gradients, clip_value);
+}
+
+double Engine::divide_gradients(double divisor, bool across_ranks) {
+  impl_->settle();
+  if (across_ranks) {
+    at::Tensor own = at::empty({static_cast<int64_t>(sizeof(double))}, at::kByte);
+    std::memcpy(own.mutable_data_ptr(), &divisor, sizeof(double));
+    divisor = 0.0;
+    for (const at::Tensor& other : impl_->communicator->exchange(
+             own, {"the divisor of gradients", 0, impl_->gradients.steps(), false})) {
+      double theirs = 0.0;
+      std::memcpy(&theirs, other.const_data_ptr(), sizeof(double));
+      divisor += theirs;
+    }
+  }
+  TORCH_CHECK_VALUE(
+      std::isfinite(divisor) && divisor > 0.0,
+      "[zero.optim] expected a finite divisor > 0 of the gradients, got ",
+      divisor,
+      across_ranks ? " as the sum over all ranks (rank " : " (rank ",
+      rank(),
+      " of ",
+      world_size(),
+      ")");
+  const at::NoGradGuard no_grad;
+  for (const int64_t index : stepping()) {
+    shard_gradient(index).div_(divisor);
+  }
+  for (int64_t b = 0; b < impl_->table.bucket_count(); ++b) {
+    impl_->gradients.reduced_changed(b);
+  }
+  return divisor;
 }
 
 int64_t Engine::unscale(double factor) {

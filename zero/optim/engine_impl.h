@@ -4,6 +4,7 @@
 // constructor.
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -46,10 +47,14 @@ struct Engine::Impl final : autograd::AccumulateListener,
   void recover_if_failed();
   void recover();
   void meet_after_abandoned_forward();
-  // Gradients reduced and taken in, parameters in place; not inside backward.
+  // Parameters in place and there; not inside backward.
+  void settle_values();
+  // The same, and gradients reduced and taken in.
   void settle();
+  void sync_buffers();
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
   void publish(int64_t bucket);
+  void publish_replaced(int64_t bucket);
   bool any_gradient(int64_t bucket) const;
   const Rule& rule_of(int64_t bucket, const std::vector<Rule>& rules) const;
   // [collective, unless on_nonfinite is "ignore"] Whether gradients are finite on all
@@ -97,6 +102,9 @@ struct Engine::Impl final : autograd::AccumulateListener,
   bool unsharded = false; // by unshard_all()
   bool released = false; // by release_parameters()
   std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter
+  bool swapped = false; // parameters hold other values: swap_values()
+  std::vector<std::pair<std::string, at::Tensor>> own_buffers; // with sync_buffers
+  std::function<std::vector<NamedBuffer>()> buffers;
   int64_t state_tensors = 2; // of the rule in use, for the theory
   int64_t nonfinite_steps = 0;
   int64_t nonfinite_parameter = -1; // of the last one

@@ -128,6 +128,10 @@ at::Tensor Engine::full_parameter(int64_t index) {
   return impl_->unshard(index, impl_->exact_values(index, impl_->owned(index)), Impl::Part::value);
 }
 
+bool Engine::is_trainable(int64_t index) const {
+  return impl_->checked(index).trainable;
+}
+
 bool Engine::has_master(int64_t index) const {
   const sharding::ParameterEntry& entry = impl_->checked(index);
   return entry.flat && impl_->masters.has(entry.slot.bucket);

@@ -201,6 +201,10 @@ void ZeroOptimizer::clip_grad_value_(double clip_value) {
   engine_->clip_grad_value(clip_value);
 }
 
+double ZeroOptimizer::divide_grad_(double divisor, bool across_ranks) {
+  return engine_->divide_gradients(divisor, across_ranks);
+}
+
 double ZeroOptimizer::grad_norm(double norm_type) {
   return engine_->grad_norm(norm_type);
 }

@@ -80,6 +80,12 @@ class ZERO_API ZeroOptimizer {
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
   // [collective] Clamps each element of the gradient to [-clip_value, clip_value].
   void clip_grad_value_(double clip_value);
+  // [collective] Divides the gradient by `divisor`, the same on every rank, or, with
+  // `across_ranks`, by the sum of what the ranks give (with Options::average false and
+  // summed losses: by all ranks' tokens). Returns what it was divided by; throws
+  // c10::ValueError on all ranks unless that is finite and positive. Once a step,
+  // before clipping.
+  double divide_grad_(double divisor, bool across_ranks = false);
   double grad_norm(double norm_type = 2.0); // [collective]
   // [collective] Of each parameter group by itself, in one exchange.
   std::vector<double> grad_norms(double norm_type = 2.0);

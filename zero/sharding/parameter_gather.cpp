@@ -66,7 +66,7 @@ std::string ParameterGather::message(int64_t parameter) const {
       "with a tensor operation";
 }
 
-void ParameterGather::start(int64_t bucket, int64_t step) {
+void ParameterGather::start(int64_t bucket, int64_t step, bool training) {
   const std::lock_guard lock(mutex_);
   if (entries_.size() <= static_cast<size_t>(bucket)) {
     entries_.resize(table_.bucket_count());
@@ -81,7 +81,7 @@ void ParameterGather::start(int64_t bucket, int64_t step) {
     entry.work = communicator_->all_gather(
         gathered.values.tensor(),
         gathered.values.view(shard.begin, shard.size()),
-        {gathered.what, bucket, step, true});
+        {gathered.what, bucket, step, training});
   } catch (const c10::DistBackendError&) {
     entry.work = std::make_shared<Refused>(std::current_exception());
   }

@@ -33,7 +33,7 @@ class ParameterGather {
 
   // [collective] Starts the gather of a bucket from the ranks' shards. A failure
   // shows when it is waited for.
-  void start(int64_t bucket, int64_t step);
+  void start(int64_t bucket, int64_t step, bool training = true);
   // Waits for one bucket, or for all; throws what the gather threw.
   void wait(int64_t bucket);
   void wait_all();

@@ -138,7 +138,8 @@ void ParameterManager::leave(int64_t unit) noexcept {
 
 void ParameterManager::use(int64_t unit, bool backward) {
   Unit& used = *units_[unit];
-  if (used.buckets.empty()) {
+  // What is held is there for any number of uses, on some ranks only too.
+  if (used.buckets.empty() || used.held > 0) {
     return;
   }
   const int64_t last = last_used_;

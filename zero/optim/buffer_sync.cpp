@@ -1,0 +1,96 @@
+#include <zero/optim/buffer_sync.h>
+
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+namespace zero::optim {
+namespace {
+
+// FNV-1a (Fowler, Noll, Vo) of what ranks must agree on.
+class Fingerprint {
+ public:
+  void add(const void* data, size_t size) {
+    const auto* bytes = static_cast<const uint8_t*>(data);
+    for (size_t i = 0; i < size; ++i) {
+      hash_ = (hash_ ^ bytes[i]) * 0x100000001B3ULL;
+    }
+  }
+  int64_t value() const {
+    return static_cast<int64_t>(hash_ >> 1U);
+  }
+
+ private:
+  uint64_t hash_ = 0xCBF29CE484222325ULL;
+};
+
+int64_t fingerprint(const std::vector<NamedBuffer>& buffers) {
+  Fingerprint print;
+  for (const NamedBuffer& buffer : buffers) {
+    const auto type = static_cast<int64_t>(buffer.tensor.scalar_type());
+    const auto sizes = buffer.tensor.sizes();
+    print.add(buffer.name.c_str(), buffer.name.size() + 1);
+    print.add(&type, sizeof(type));
+    print.add(sizes.data(), sizes.size() * sizeof(int64_t));
+  }
+  return print.value();
+}
+
+// A rank's values differ from rank 0's, at `bytes`.
+void take(const NamedBuffer& buffer, const at::Tensor& dense, void* bytes) {
+  const at::Tensor source = at::from_blob(bytes, dense.sizes(), dense.options());
+  if (buffer.statistics) {
+    buffer.tensor.variable_data().copy_(source); // shares the memory, not the version
+  } else {
+    buffer.tensor.detach().copy_(source);
+  }
+}
+
+} // namespace
+
+void sync_buffers(
+    const std::vector<NamedBuffer>& buffers,
+    comm::Communicator& communicator,
+    int64_t step) {
+  if (communicator.size() == 1 || buffers.empty()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> dense;
+  int64_t size = 0;
+  for (const NamedBuffer& buffer : buffers) {
+    dense.push_back(buffer.tensor.detach().contiguous().cpu());
+    size += static_cast<int64_t>(dense.back().nbytes());
+  }
+  const at::Tensor message = at::empty({size}, at::kByte);
+  auto* bytes = message.mutable_data_ptr<uint8_t>();
+  if (communicator.rank() == 0) {
+    for (const at::Tensor& values : dense) {
+      std::memcpy(bytes, values.const_data_ptr(), values.nbytes());
+      bytes += values.nbytes();
+    }
+  }
+  communicator
+      .broadcast(
+          message,
+          0,
+          {std::to_string(buffers.size()) + " buffers (" + buffers.front().name + " ...)",
+           fingerprint(buffers),
+           step})
+      ->wait();
+  if (communicator.rank() == 0) {
+    return;
+  }
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const size_t bytes_here = dense[i].nbytes();
+    if (bytes_here > 0 && std::memcmp(bytes, dense[i].const_data_ptr(), bytes_here) != 0) {
+      take(buffers[i], dense[i], bytes);
+    }
+    bytes += bytes_here;
+  }
+}
+
+} // namespace zero::optim

@@ -1,0 +1,79 @@
+// Engine's values that change outside of a step: buffers that follow rank 0's, and
+// parameters that stand aside for others.
+
+#include <zero/optim/engine_impl.h>
+
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+namespace zero {
+
+void Engine::Impl::sync_buffers() {
+  std::vector<NamedBuffer> current;
+  if (buffers) {
+    current = buffers();
+  } else {
+    for (const auto& [name, tensor] : own_buffers) {
+      current.push_back({name, tensor});
+    }
+  }
+  recover_if_failed();
+  optim::sync_buffers(current, *communicator, gradients.steps());
+}
+
+void Engine::set_buffers(std::function<std::vector<NamedBuffer>()> source) {
+  impl_->buffers = std::move(source);
+}
+
+void Engine::sync_buffers() {
+  impl_->sync_buffers();
+}
+
+// Values of a bucket that no step made: to autograd, and to the other ranks.
+void Engine::Impl::publish_replaced(int64_t bucket) {
+  if (!table.bucket(bucket).trainable) {
+    return;
+  }
+  if (masters.has(bucket)) {
+    masters.publish(bucket, masters.range(bucket));
+  }
+  for (const int64_t index : table.bucket(bucket).layout.parameters) {
+    table.entry(index).parameter.tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  if (gather) {
+    gather->start(bucket, gradients.steps(), false);
+  }
+}
+
+void Engine::swap_values(std::vector<at::Tensor>& values, bool away) {
+  const at::NoGradGuard no_grad;
+  const c10::InferenceMode normal(false);
+  impl_->settle_values();
+  if (impl_->parameters) {
+    reshard_all();
+    impl_->parameters->before_step();
+  }
+  impl_->refresh_masters();
+  for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) {
+    at::Tensor own = shard_parameter(i);
+    // One that was unfrozen since the last call had no part then.
+    if (!values[i].defined() || values[i].numel() == 0 || own.numel() == 0) {
+      continue;
+    }
+    const at::Tensor former = own.clone();
+    own.copy_(values[i]);
+    if (values[i].scalar_type() == former.scalar_type()) {
+      values[i].copy_(former);
+    } else {
+      values[i] = former;
+    }
+  }
+  for (int64_t b = impl_->table.bucket_count() - 1; b >= 0; --b) {
+    impl_->publish_replaced(b);
+  }
+  impl_->swapped = away;
+}
+
+} // namespace zero
