@@ -43,6 +43,7 @@ set(ZERO_SOURCES
     zero/optim/engine.cpp
     zero/optim/engine_build.cpp
     zero/optim/engine_gradients.cpp
+    zero/optim/engine_hooks.cpp
     zero/optim/engine_inspect.cpp
     zero/optim/engine_recovery.cpp
     zero/optim/engine_report.cpp
@@ -56,13 +57,17 @@ set(ZERO_SOURCES
     zero/optim/nonfinite.cpp
     zero/optim/runs.cpp
     zero/optim/sharder.cpp
+    zero/optim/step_in_backward.cpp
     zero/optim/zero_optimizer.cpp
     zero/options.cpp
     zero/sharding/agreement.cpp
+    zero/sharding/bucket_reducer.cpp
+    zero/sharding/comm_hook.cpp
     zero/sharding/dtype_names.cpp
     zero/sharding/gradient_storage.cpp
     zero/sharding/gradients.cpp
     zero/sharding/gradients_end.cpp
+    zero/sharding/gradients_step.cpp
     zero/sharding/gradients_unfreeze.cpp
     zero/sharding/local_sums.cpp
     zero/sharding/master_weights.cpp
@@ -74,6 +79,7 @@ set(ZERO_SOURCES
     zero/sharding/parameters_on_use.cpp
     zero/sharding/parameters_whole.cpp
     zero/sharding/reduced_shards.cpp
+    zero/sharding/sharded_gradients.cpp
     zero/sharding/unit_schedule.cpp)
 
 set(ZERO_KERNEL_SOURCES
@@ -85,6 +91,7 @@ set(ZERO_KERNEL_VARIANT_SOURCE csrc/kernels/kernels_impl.cpp)
 set(ZERO_BINDING_SOURCES
     csrc/bindings/comm.cpp
     csrc/bindings/ema.cpp
+    csrc/bindings/comm_hook.cpp
     csrc/bindings/engine.cpp
     csrc/bindings/engine_agreement.cpp
     csrc/bindings/engine_gradients.cpp
@@ -97,6 +104,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_comm.cpp
     tests/cpp/test_comm_faults.cpp
     tests/cpp/test_ema.cpp
+    tests/cpp/test_comm_hooks.cpp
     tests/cpp/test_engine.cpp
     tests/cpp/test_freezing.cpp
     tests/cpp/test_host.cpp
@@ -114,6 +122,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_parity.cpp
     tests/cpp/test_rules.cpp
     tests/cpp/test_stage3.cpp
+    tests/cpp/test_step_in_backward.cpp
     tests/cpp/test_units.cpp)
 # The program that test_host_processes starts.
 set(ZERO_TEST_WORKER_SOURCE tests/cpp/host_worker.cpp)

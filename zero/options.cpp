@@ -29,7 +29,6 @@ void not_built(const char* name, const std::optional<std::string>& value) {
 }
 
 void check_unbuilt(const Options& options) {
-  not_built("step_in_backward", options.step_in_backward, !options.step_in_backward);
   not_built("offload", options.offload);
   not_built("shard_group", options.shard_group);
   not_built("replicate_group", options.replicate_group);
@@ -143,6 +142,11 @@ void Options::validate() const {
   TORCH_CHECK_VALUE(
       on_nonfinite == "ignore" || on_nonfinite == "skip" || on_nonfinite == "raise",
       "[zero.options] expected on_nonfinite ignore, skip or raise, got ",
+      on_nonfinite);
+  TORCH_CHECK_VALUE(
+      !step_in_backward || on_nonfinite == "ignore",
+      "[zero.options] expected on_nonfinite ignore with step_in_backward, which steps parameters "
+      "before all gradients are known, got ",
       on_nonfinite);
   check_dtypes(*this);
   check_unbuilt(*this);

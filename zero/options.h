@@ -63,7 +63,8 @@ struct Options {
   bool sync_buffers = false;
   // Names of parameters that are neither reduced nor stepped.
   std::vector<std::string> ignored_params = {};
-  // Not built yet.
+  // Each bucket is stepped, and its gradient freed, as soon as it is reduced; step() ends
+  // the step. Native rules, one backward a step; nothing that needs all gradients.
   bool step_in_backward = false;
   // Not built yet: "optimizer" or "parameters".
   std::optional<std::string> offload = {};

@@ -11,6 +11,7 @@ namespace zero::bindings {
 void init_layout(py::module_& module);
 void init_options(py::module_& module);
 void init_comm(py::module_& module);
+void init_comm_hooks(py::module_& module);
 void init_engine(py::module_& module);
 void init_ema(py::module_& module);
 void init_unit_hook(py::module_& module);

@@ -2,6 +2,11 @@
 
 #include "engine_class.h"
 
+#include <memory>
+#include <optional>
+
+#include <pybind11/functional.h>
+
 namespace zero::bindings {
 
 void bind_gradients(EngineClass& engine) {
@@ -48,6 +53,20 @@ void bind_gradients(EngineClass& engine) {
           NoGil(),
           "[collective] Multiplies every gradient. The index of the first parameter with an inf "
           "or NaN\non any rank, or -1.")
+      .def(
+          "register_comm_hook",
+          [](Engine& self, std::optional<std::shared_ptr<CommHook>> hook) {
+            self.register_comm_hook(hook.value_or(nullptr));
+          },
+          py::arg("hook"),
+          NoGil(),
+          "[collective] Replaces the reduction of gradient buckets; None: nothing does. Raises\n"
+          "ValueError on all ranks when they name different hooks.")
+      .def(
+          "set_rule_source",
+          &Engine::set_rule_source,
+          py::arg("source"),
+          "step_in_backward: asked for the rules, one a group, when a backward opens.")
       .def(
           "make_trainable",
           &Engine::make_trainable,

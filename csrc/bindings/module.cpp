@@ -12,11 +12,14 @@ PYBIND11_MODULE(_C, module) {
       }
     } catch (const c10::Error&) {
       torch::translate_exception_to_python(error);
+    } catch (python_error& raised) { // by a hook that is written in Python
+      raised.restore();
     }
   });
   zero::bindings::init_layout(module);
   zero::bindings::init_options(module);
   zero::bindings::init_comm(module);
+  zero::bindings::init_comm_hooks(module);
   zero::bindings::init_engine(module);
   zero::bindings::init_ema(module);
   zero::bindings::init_unit_hook(module);

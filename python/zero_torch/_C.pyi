@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'EMA', 'Engine', 'FlatLayout', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'CommHook', 'Engine', 'FlatLayout', 'GradientBucket', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'compress_bf16', 'compress_fp16', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -303,6 +303,49 @@ class LaunchEnvironment:
     @property
     def world_size(self) -> int:
         ...
+class GradientBucket:
+    """
+    What a comm hook is given: a bucket of gradients that is about to be reduced.
+    """
+    @property
+    def dtype(self) -> torch.dtype:
+        """
+        Of `gradients`.
+        """
+    @property
+    def gradients(self) -> torch.Tensor:
+        """
+        This rank's whole gradient, not divided: one-dimensional, contiguous, zeros in the
+        padding. It may be overwritten.
+        """
+    @property
+    def index(self) -> int:
+        """
+        The bucket's number.
+        """
+    @property
+    def names(self) -> list[str]:
+        """
+        Of its parameters, in order of memory.
+        """
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def shard(self) -> torch.Tensor:
+        """
+        The part of `gradients` that this rank is to have reduced, sharing its memory.
+        """
+    @property
+    def world_size(self) -> int:
+        ...
+class CommHook:
+    """
+    What replaces the reduction of a gradient bucket.
+    """
+    @property
+    def name(self) -> str:
+        ...
 class Engine:
     """
     What carries a model through training; one per model.
@@ -449,6 +492,11 @@ class Engine:
         """
         How many parameters it manages.
         """
+    def register_comm_hook(self, hook: CommHook | None) -> None:
+        """
+        [collective] Replaces the reduction of gradient buckets; None: nothing does. Raises
+        ValueError on all ranks when they name different hooks.
+        """
     def release_parameters(self) -> None:
         """
         [collective] Makes the parameters ordinary whole tensors again.
@@ -479,6 +527,10 @@ class Engine:
     def set_requires_gradient_sync(self, sync: bool) -> None:
         """
         False: backward accumulates without traffic.
+        """
+    def set_rule_source(self, source: collections.abc.Callable[[], list[AdamW | Adam | SGD | Lion]]) -> None:
+        """
+        step_in_backward: asked for the rules, one a group, when a backward opens.
         """
     def shard(self, index: typing.SupportsInt | typing.SupportsIndex, whole: torch.Tensor) -> torch.Tensor:
         """
@@ -601,6 +653,14 @@ class UnitHook:
         ...
     def __reduce_ex__(self, protocol: typing.Any) -> typing.Any:
         ...
+def compress_bf16() -> CommHook:
+    """
+    fp32 gradients travel in bfloat16, summed in fp32.
+    """
+def compress_fp16() -> CommHook:
+    """
+    fp32 gradients travel in float16, divided before they are rounded, summed in fp32.
+    """
 def launch_environment() -> LaunchEnvironment | None:
     """
     What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.
@@ -616,6 +676,10 @@ def make_units(modules: collections.abc.Sequence[ModuleSpec], numels: collection
     The units of a tree of modules in preorder; numels are the parameters' sizes.
     by_default: the repeated children of lists; else the chosen modules.
     Raises ValueError on a parent that does not come first and on an index out of range.
+    """
+def python_comm_hook(name: str, callable: typing.Any) -> CommHook:
+    """
+    A hook from `callable(bucket)`, which gives the finished gradient, or a future of it.
     """
 def validate_rule(rule: AdamW | Adam | SGD | Lion) -> None:
     """

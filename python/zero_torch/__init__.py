@@ -14,6 +14,7 @@ from . import _abi
 
 _abi.check()
 
+from .comm_hooks import GradientBucket  # noqa: E402
 from .config import ZeroConfig  # noqa: E402
 from .deferred import deferred_init  # noqa: E402
 from .ema import EMA  # noqa: E402
@@ -26,6 +27,7 @@ from .state import load_state_dict, optimizer_state_dict, state_dict  # noqa: E4
 
 __all__ = [
     "EMA",
+    "GradientBucket",
     "ZeroConfig",
     "ZeroModule",
     "ZeroOptimizer",

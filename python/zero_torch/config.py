@@ -77,7 +77,10 @@ class ZeroConfig:
     ignored_params: Iterable[str | torch.Tensor] = ()
     """Names of parameters, or the parameters, that are neither reduced nor stepped."""
     step_in_backward: bool = False
-    """Not built yet."""
+    """Each bucket of parameters is stepped, and its gradient freed, as soon as it is reduced in
+    backward; ``step()`` ends the step. Hyper-parameters are read when backward begins. Native rules
+    and one backward a step only; clipping, norms, ``no_sync``, GradScaler and ``on_nonfinite`` need
+    all gradients and are refused."""
     offload: str | None = None
     """Not built yet."""
     shard_group: Any = None

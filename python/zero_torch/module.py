@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from . import _C, _habits
+from . import _C, _habits, comm_hooks
 from ._engine import make_engine, prepare, watch
 from ._parameters import collect
 from ._watch import ModuleWatch
@@ -97,6 +97,10 @@ class ZeroModule(nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """False: backward accumulates without traffic until it is set to True again."""
         self._engine.set_requires_gradient_sync(requires_gradient_sync)
+
+    def register_comm_hook(self, hook: comm_hooks.CommHook) -> None:
+        """As ``ZeroOptimizer.register_comm_hook``. Collective."""
+        comm_hooks.register(self._engine, hook)
 
     def unshard(self) -> None:
         """Makes all parameters whole until ``reshard()`` or the next step. Collective at stage 3.

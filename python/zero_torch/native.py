@@ -12,6 +12,7 @@ from . import _C
 
 State = dict[str, Any]
 Groups = list[dict[str, Any]]
+CppRule = _C.AdamW | _C.Adam | _C.SGD | _C.Lion
 
 _TORCH = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -84,7 +85,11 @@ class NativeRule:
         self._name = name
 
     def step(self, groups: Groups) -> None:
-        self._engine.step([_rule(self._name, group) for group in groups])
+        self._engine.step(self.rules(groups))
+
+    def rules(self, groups: Groups) -> list[CppRule]:
+        """The hyper-parameters of ``groups`` as they are now."""
+        return [_rule(self._name, group) for group in groups]
 
     def add_group(self, group: dict[str, Any]) -> None:
         """Nothing to prepare: the engine makes state when a group steps first."""
@@ -131,7 +136,7 @@ class NativeRule:
             )
 
 
-def _rule(name: str, group: dict[str, Any]) -> _C.AdamW | _C.Adam | _C.SGD | _C.Lion:
+def _rule(name: str, group: dict[str, Any]) -> CppRule:
     if group.get(_UNSUPPORTED):
         raise NotImplementedError(
             f"{_UNSUPPORTED}={group[_UNSUPPORTED]!r} in a param group is not supported by the "

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from inspect import unwrap as _unwrapped
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 
-from . import _C, _habits, _hooks, _registry, elementwise, gradients, inspect, native
+from . import (
+    _C,
+    _habits,
+    _hooks,
+    _registry,
+    comm_hooks,
+    elementwise,
+    gradients,
+    inspect,
+    native,
+    packing,
+    stepping,
+)
 from ._engine import make_engine, prepare, watch
 from ._parameters import Collected, collect, collect_group
 from ._watch import ModuleWatch
@@ -78,10 +89,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             given = {"config": config, "process_group": process_group, **settings}
             given["param_groups"] = param_groups
             collected = _collect_wrapped(target, stage, given)
+            in_backward = target._engine.options.step_in_backward
         else:
             if stage is None:
                 raise TypeError("expected stage=0, 1, 2 or 3; ZeroOptimizer has no default stage")
             merged_config = merged(config, settings)
+            in_backward = merged_config.step_in_backward
             materializer = prepare(target, stage, init_fn, init_from)
             collected = collect(
                 target,
@@ -96,6 +109,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group in collected.groups:
                 native.check_group(optimizer, {**defaults, **group})
         else:
+            if in_backward:
+                stepping.check_rule(optimizer)
             traits = elementwise.examine(optimizer, hyperparameters)
             defaults = traits.defaults
         super().__init__(collected.groups, defaults)
@@ -124,6 +139,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ):
             # GradScaler refuses `.grad` of fp16, whose range is too small to be unscaled in.
             self._step_supports_amp_scaling = True
+        if in_backward:
+            stepping.install(self)
         _registry.add_optimizer(engine, self)
 
     @overload
@@ -137,7 +154,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         the program goes on; what reads them waits. Raises RuntimeError for parameters that were
         added to the model since, by name. With ``on_nonfinite="skip"`` a gradient with an inf or
         NaN on any rank leaves weights and state on all ranks alone, with ``"raise"`` all of them
-        raise RuntimeError with the first such parameter's name.
+        raise RuntimeError with the first such parameter's name. With ``step_in_backward`` it ends
+        the step that backward took.
         """
         loss = None
         if closure is not None:
@@ -151,6 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _unscaled(self) -> bool:
         """Whether to step, after what GradScaler leaves to an optimizer that scales for itself."""
+        stepping.refuse_scaler(self._live, self)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.item() > 0:
             return False
@@ -202,6 +221,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norms = self._live.grad_norms(float(norm_type))
         norms += [0.0] * (len(self.param_groups) - len(norms))  # groups without parameters
         return [self._scalar(norm) for norm in norms]
+
+    def register_comm_hook(self, hook: comm_hooks.CommHook) -> None:
+        """Replaces the reduction of gradient buckets; ``None``: nothing does. Collective.
+
+        ``"bf16"`` and ``"fp16"``: gradients of fp32 are rounded to 16 bits, sent and summed in
+        fp32, which halves the reduce-scatter's bytes ("fp16" divides by the number of ranks before
+        it rounds, so as not to overflow). A callable ``hook(bucket: GradientBucket)`` is called on
+        the thread of backward, for one bucket after the other in an order that all ranks share, so
+        it may call collectives of a group of its own, but not the optimizer. It returns the
+        finished gradient (divided, if it is to be a mean), of the whole bucket or of this rank's
+        shard, one-dimensional, of the bucket's dtype or fp32; or a ``torch.futures.Future`` of it.
+        It should not refer to the model or the optimizer, which would never be freed.
+
+        Raises ValueError on all ranks when their hooks have different names, RuntimeError inside
+        backward. What the hook raises comes out of ``backward()``.
+        """
+        comm_hooks.register(self._live, hook)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -267,7 +303,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective at stages 1 to 3: all ranks must call it, and all get the whole. (To hold it on
         rank 0 only: ``zero_torch.optimizer_state_dict``.)
         """
-        return self._state_dict(keep=True)
+        return packing.pack(self, keep=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state dict of the plain torch optimizer, or of any rank count and stage.
@@ -279,7 +315,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        states, groups = self._unpack(state_dict)
+        states, groups = packing.unpack(self, state_dict)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self._live.make_trainable(sorted(states))
@@ -310,42 +346,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         if self._watch is not None:
             self._watch.check()
-
-    def _state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """torch's own packing, over whole states that live as long as it takes."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for index, state in self._rule.states(range(len(parameters))):
-            if keep:
-                self.state[parameters[index]] = state
-            del state  # before the next one is made
-        try:
-            return super().state_dict() if keep else {}
-        finally:
-            self.state = defaultdict(dict)
-
-    def _unpack(self, state_dict: dict[str, Any]) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-        """(states by index, groups without 'params') of a state dict that fits this optimizer."""
-        saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in saved] != sizes:
-            raise ValueError(
-                f"expected param groups of {sizes} parameters, got "
-                f"{[len(group['params']) for group in saved]} in the state dict"
-            )
-        keys = [key for group in saved for key in group["params"]]
-        group_of = [group for group in saved for _ in group["params"]]
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in saved]
-        if self._name is not None:
-            for group in groups:
-                native.check_group(self._name, {**self.defaults, **group})
-        states = {}
-        for index, key in enumerate(keys):
-            state = {k: v for k, v in state_dict["state"].get(key, {}).items() if v is not None}
-            if state:
-                name, parameter, _ = self._live.parameter(index)
-                self._rule.check_state(name, parameter, state, group_of[index])
-                states[index] = state
-        return states, groups
 
 
 def _check_name(optimizer: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _hooks, _registry, _wire
+from . import _C, _hooks, _registry, _wire, packing
 from .inspect import engines_of, gathered
 from .optimizer import ZeroOptimizer
 
@@ -42,7 +42,7 @@ def optimizer_state_dict(
     """
     _require_full(full)
     _require_optimizer(optimizer)
-    return optimizer._state_dict(keep=not rank0_only or optimizer._live.rank == 0)
+    return packing.pack(optimizer, keep=not rank0_only or optimizer._live.rank == 0)
 
 
 def load_state_dict(

@@ -71,6 +71,13 @@ def make(**kw):
         ({"timeout": float("nan")}, ValueError, "timeout"),
         ({"timeout": "1"}, TypeError, "timeout"),
         ({"on_nonfinite": "panic"}, ValueError, "on_nonfinite"),
+        ({"step_in_backward": 1}, TypeError, "step_in_backward"),
+        ({"step_in_backward": True, "on_nonfinite": "skip"}, ValueError, "on_nonfinite"),
+        (
+            {"step_in_backward": True, "optimizer": torch.optim.SGD},
+            ValueError,
+            "SGD.*step_in_backward",
+        ),
         ({"ignored_params": "weight"}, TypeError, "ignored_params"),
         ({"ignored_params": ["wait"]}, ValueError, "'wait'"),
         ({"ignored_params": [torch.zeros(1)]}, ValueError, "ignored_params"),
@@ -102,7 +109,6 @@ def test_bad_settings_are_refused_by_name(kw, error, words):
 @pytest.mark.parametrize(
     "kw",
     [
-        {"step_in_backward": True},
         {"offload": "optimizer"},
         {"shard_group": "inner"},
         {"replicate_group": "outer"},

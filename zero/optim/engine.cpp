@@ -18,7 +18,11 @@ sharding::GradientContext make_context(
     const std::shared_ptr<comm::Communicator>& communicator,
     const std::shared_ptr<memory::Account>& account) {
   sharding::GradientContext context{table, communicator, account};
-  context.divisor = options.average ? static_cast<double>(communicator->size()) : 1.0;
+  context.reducer = std::make_shared<sharding::BucketReducer>(
+      table,
+      communicator,
+      account,
+      options.average ? static_cast<double>(communicator->size()) : 1.0);
   if (options.reduce_dtype) {
     context.reduce_dtype = sharding::dtype_named(*options.reduce_dtype);
   } else if (options.param_dtype == "float16") {
@@ -28,24 +32,23 @@ sharding::GradientContext make_context(
 }
 
 std::unique_ptr<sharding::GradientStorage> make_storage(
-    int64_t stage,
+    const Options& options,
     const sharding::GradientContext& context,
     const std::shared_ptr<memory::SlabPool>& pool) {
-  switch (stage) {
-  case 0:
+  if (options.stage == 0) {
     return sharding::make_replicated_gradients(context);
-  case 1:
-    return sharding::make_whole_gradients(context);
-  default:
-    return sharding::make_sharded_gradients(context, pool);
   }
+  // What is stepped at once need not be held whole.
+  return options.stage == 1 && !options.step_in_backward
+      ? sharding::make_whole_gradients(context)
+      : sharding::make_sharded_gradients(context, pool);
 }
 
 sharding::GradientManager make_gradients(
-    int64_t stage,
+    const Options& options,
     const sharding::GradientContext& context,
     const std::shared_ptr<memory::SlabPool>& pool) {
-  return {context, make_storage(stage, context, pool), stage == 0};
+  return {context, make_storage(options, context, pool), options.stage == 0};
 }
 
 } // namespace
@@ -62,10 +65,12 @@ Engine::Impl::Impl(
           given.stage == 3 ? std::make_shared<memory::SlabPool>(account, communicator->buffers())
                            : nullptr),
       table(options, communicator->rank(), communicator->size(), account, communicator->buffers()),
-      gradients(
-          make_gradients(options.stage, make_context(options, table, communicator, account), pool)),
+      gradients(make_gradients(options, make_context(options, table, communicator, account), pool)),
       state(table, account),
       masters(table, account, options.stage == 0) {
+  if (options.step_in_backward) {
+    step_in_backward();
+  }
   gradients.on_unfrozen([this](int64_t bucket) {
     if (table.bucket(bucket).masters) {
       masters.widen(bucket);
@@ -265,6 +270,9 @@ void Engine::set_gradient_stand_ins(std::vector<at::Tensor> stand_ins) {
 }
 
 void Engine::set_requires_gradient_sync(bool sync) {
+  if (!sync) {
+    impl_->require_gradients("no_sync (set_requires_gradient_sync(False))");
+  }
   impl_->gradients.set_sync(sync);
 }
 
@@ -273,16 +281,10 @@ bool Engine::requires_gradient_sync() const {
 }
 
 bool Engine::begin_step() {
-  TORCH_CHECK(
-      !impl_->swapped,
-      "[zero.optim] expected the model's weights in step(), got the averages that EMA has put in "
-      "their place (rank ",
-      rank(),
-      " of ",
-      world_size(),
-      "); leave swapped() first");
+  impl_->require_own_values("step()");
   impl_->account->mark();
   impl_->settle();
+  impl_->gradients.require_untorn();
   if (impl_->options.sync_buffers) {
     impl_->sync_buffers();
   }
@@ -314,7 +316,11 @@ bool Engine::step(const std::vector<Rule>& rules) {
     }
     const Rule& rule = impl_->rule_of(b, rules);
     impl_->state_tensors = static_cast<int64_t>(sharding::state_names(rule).size());
-    optim::native_step(impl_->table, impl_->gradients, impl_->state, impl_->masters, b, rule);
+    const sharding::BucketGradient gradient{
+        impl_->gradients.reduced(b), impl_->gradients.reduced_range(b), [this](int64_t parameter) {
+          return impl_->gradients.has_gradient(parameter);
+        }};
+    optim::native_step(impl_->table, gradient, impl_->state, impl_->masters, b, rule);
     impl_->publish(b);
   }
   impl_->gradients.count_step();

@@ -19,6 +19,7 @@
 #include <zero/memory/account.h>
 #include <zero/optim/buffer_sync.h>
 #include <zero/options.h>
+#include <zero/sharding/comm_hook.h>
 #include <zero/sharding/parameter_table.h>
 
 namespace zero {
@@ -71,6 +72,14 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   // Stages 1 to 3: what `.grad` is after the reduction, by parameter, instead
   // of a tensor whose storage raises the error. Undefined entries keep that.
   void set_gradient_stand_ins(std::vector<at::Tensor> stand_ins);
+
+  // [collective] Replaces the reduction of gradient buckets (<zero/sharding/comm_hook.h>);
+  // null: none. Not inside backward. Throws c10::ValueError on all ranks, naming two of
+  // them, when hooks have different names; nothing is changed then.
+  void register_comm_hook(std::shared_ptr<CommHook> hook);
+  // Options::step_in_backward: asked for the rules, one a group, when a backward opens,
+  // on its thread.
+  void set_rule_source(std::function<std::vector<Rule>()> source);
 
   // Inside: backward accumulates without traffic.
   void set_requires_gradient_sync(bool sync);

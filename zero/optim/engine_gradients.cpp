@@ -62,6 +62,7 @@ void Engine::zero_grad(bool set_to_none) {
 }
 
 double Engine::grad_norm(double norm_type) {
+  impl_->require_gradients("grad_norm");
   impl_->settle();
   return optim::gradient_norms(
              impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type})
@@ -69,6 +70,7 @@ double Engine::grad_norm(double norm_type) {
 }
 
 std::vector<double> Engine::grad_norms(double norm_type) {
+  impl_->require_gradients("grad_norms");
   impl_->settle();
   return optim::gradient_norms(
              impl_->table,
@@ -79,6 +81,7 @@ std::vector<double> Engine::grad_norms(double norm_type) {
 }
 
 double Engine::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  impl_->require_gradients("clip_grad_norm_");
   impl_->settle();
   const optim::GradientNorms norms =
       optim::gradient_norms(impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type});
@@ -98,12 +101,14 @@ double Engine::clip_grad_norm(double max_norm, double norm_type, bool error_if_n
 }
 
 void Engine::clip_grad_value(double clip_value) {
+  impl_->require_gradients("clip_grad_value_");
   TORCH_CHECK_VALUE(clip_value >= 0.0, "[zero.optim] expected clip_value >= 0, got ", clip_value);
   impl_->settle();
   optim::clamp_gradients(impl_->table, impl_->gradients, clip_value);
 }
 
 double Engine::divide_gradients(double divisor, bool across_ranks) {
+  impl_->require_gradients("divide_grad_");
   impl_->settle();
   if (across_ranks) {
     at::Tensor own = at::empty({static_cast<int64_t>(sizeof(double))}, at::kByte);
@@ -136,6 +141,7 @@ double Engine::divide_gradients(double divisor, bool across_ranks) {
 }
 
 int64_t Engine::unscale(double factor) {
+  impl_->require_gradients("unscaling gradients (a loss scaler)");
   impl_->settle();
   return optim::scale_and_find_nonfinite(
              impl_->table, impl_->gradients, *impl_->communicator, factor)
@@ -143,6 +149,7 @@ int64_t Engine::unscale(double factor) {
 }
 
 Engine::Clipped Engine::unscale_and_clip(double factor, double max_norm, double norm_type) {
+  impl_->require_gradients("unscaling gradients (a loss scaler)");
   impl_->settle();
   const optim::GradientNorms norms = optim::gradient_norms(
       impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type, .factor = factor});

@@ -55,6 +55,13 @@ struct Engine::Impl final : autograd::AccumulateListener,
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
   void publish(int64_t bucket);
   void publish_replaced(int64_t bucket);
+  // Throws where swap_values() has put others in the parameters.
+  void require_own_values(const char* where) const;
+  class Stepper;
+  // Buckets are stepped as they are reduced, by the rules that rule_source gives.
+  void step_in_backward();
+  // Throws where gradients are gone after backward: `what` needs them.
+  void require_gradients(const char* what) const;
   bool any_gradient(int64_t bucket) const;
   const Rule& rule_of(int64_t bucket, const std::vector<Rule>& rules) const;
   // [collective, unless on_nonfinite is "ignore"] Whether gradients are finite on all
@@ -105,6 +112,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   bool swapped = false; // parameters hold other values: swap_values()
   std::vector<std::pair<std::string, at::Tensor>> own_buffers; // with sync_buffers
   std::function<std::vector<NamedBuffer>()> buffers;
+  std::function<std::vector<Rule>()> rule_source;
   int64_t state_tensors = 2; // of the rule in use, for the theory
   int64_t nonfinite_steps = 0;
   int64_t nonfinite_parameter = -1; // of the last one

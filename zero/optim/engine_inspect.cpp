@@ -225,6 +225,7 @@ void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tens
   if (!entry.trainable) {
     return;
   }
+  impl_->gradients.mend();
   const at::NoGradGuard no_grad;
   std::vector<std::string> names;
   int64_t steps = state.empty() ? 0 : 1;

@@ -18,14 +18,17 @@ namespace {
 
 constexpr std::chrono::milliseconds kLookInterval{2};
 
-// What each rank says: its number of steps, whether its gradients are whole, and
-// the buckets of parameters (as bytes) whose gather it lost.
-at::Tensor write_state(int64_t steps, bool intact, const std::vector<bool>& lost) {
+// How a rank's gradients are; the worst counts.
+enum class Condition : uint8_t { intact, lost, torn };
+
+// What each rank says: its number of steps, the condition of its gradients, and the
+// buckets of parameters (as bytes) whose gather it lost.
+at::Tensor write_state(int64_t steps, Condition condition, const std::vector<bool>& lost) {
   at::Tensor message =
       at::empty({static_cast<int64_t>(sizeof(steps) + 1 + lost.size())}, at::kByte);
   auto* bytes = message.mutable_data_ptr<uint8_t>();
   std::memcpy(bytes, &steps, sizeof(steps));
-  bytes[sizeof(steps)] = intact ? 1 : 0;
+  bytes[sizeof(steps)] = static_cast<uint8_t>(condition);
   std::copy(lost.begin(), lost.end(), bytes + sizeof(steps) + 1);
   return message;
 }
@@ -101,13 +104,15 @@ void Engine::Impl::recover() {
     gathers->recover();
   }
   const int64_t steps = gradients.steps();
-  bool intact = gradients.intact();
+  Condition condition = gradients.interrupted() ? Condition::torn
+      : gradients.intact()                      ? Condition::intact
+                                                : Condition::lost;
   gradients.catch_up(trainable_anywhere(table, *communicator));
   if (gather) {
     lost.resize(table.bucket_count());
   }
   const std::vector<at::Tensor> states = communicator->exchange(
-      write_state(steps, intact, lost), {"the recovery from an error", 0, /*step=*/0, false});
+      write_state(steps, condition, lost), {"the recovery from an error", 0, /*step=*/0, false});
   for (size_t rank = 0; rank < states.size(); ++rank) {
     const auto* bytes = states[rank].const_data_ptr<uint8_t>();
     int64_t theirs = 0;
@@ -126,13 +131,16 @@ void Engine::Impl::recover() {
         " on rank ",
         communicator->rank(),
         ", so their parameters differ; load a checkpoint on all ranks");
-    intact = intact && bytes[sizeof(theirs)] != 0;
+    condition = std::max(condition, static_cast<Condition>(bytes[sizeof(theirs)]));
     for (size_t b = 0; b < lost.size(); ++b) {
       lost[b] = lost[b] || bytes[sizeof(theirs) + 1 + b] != 0;
     }
   }
-  if (!intact) {
+  if (condition != Condition::intact) {
     gradients.discard();
+  }
+  if (condition == Condition::torn) {
+    gradients.tear();
   }
   for (size_t b = 0; b < lost.size(); ++b) {
     if (lost[b]) {

@@ -2,8 +2,6 @@
 
 #include <zero/optim/engine_impl.h>
 
-#include <algorithm>
-
 namespace zero {
 namespace {
 
@@ -21,6 +19,14 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
     return bytes / (stage >= from_stage ? ranks : 1);
   };
   const auto traffic = [&](int64_t bytes) { return bytes * (ranks - 1) / ranks; };
+  // Reduced in the narrower of two dtypes, or what a comm hook makes of it.
+  const auto wire_size = [&](int64_t bucket) {
+    const auto own = table.bucket(bucket).options.dtype().toScalarType();
+    const auto reduced = gradients.reduced_dtype(bucket);
+    const auto narrow = size_of(reduced) < size_of(own) ? reduced : own;
+    const auto& hook = gradients.reducer().hook();
+    return size_of(hook ? hook->wire_dtype(narrow) : narrow);
+  };
   memory::Usage held;
   int64_t sent = 0;
   for (int64_t i = 0; i < table.size(); ++i) {
@@ -39,8 +45,11 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
     held.gradients += stage >= 2 ? reduced : computed + (apart && stage == 1 ? reduced / ranks : 0);
     held.gradients += apart && stage == 0 && reduced > computed ? reduced : 0;
     held.optimizer_state += master + state_tensors * (master > 0 ? master : computed);
-    sent += std::min(computed, reduced); // reduce-scattered
+    sent += numel * wire_size(bucket); // reduce-scattered
     sent += stage == 0 ? reduced : gathers * computed;
+  }
+  if (options.step_in_backward) {
+    held.gradients = 0; // but for the open buckets, while backward runs
   }
   report.theory_held.parameters = shared(held.parameters, 3);
   report.theory_held.gradients = shared(held.gradients, 2);

@@ -23,6 +23,18 @@ void Engine::Impl::sync_buffers() {
   optim::sync_buffers(current, *communicator, gradients.steps());
 }
 
+void Engine::Impl::require_own_values(const char* where) const {
+  TORCH_CHECK(
+      !swapped,
+      "[zero.optim] expected the model's weights in ",
+      where,
+      ", got the averages that EMA has put in their place (rank ",
+      communicator->rank(),
+      " of ",
+      communicator->size(),
+      "); leave swapped() first");
+}
+
 void Engine::set_buffers(std::function<std::vector<NamedBuffer>()> source) {
   impl_->buffers = std::move(source);
 }

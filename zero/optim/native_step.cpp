@@ -113,17 +113,17 @@ at::Tensor of_dtype(const at::Tensor& gradient, const at::Tensor& stepped) {
 
 void native_step(
     sharding::ParameterTable& table,
-    sharding::GradientManager& gradients,
+    const sharding::BucketGradient& gradient,
     sharding::OptimizerStateManager& state,
     sharding::MasterWeights& masters,
     int64_t bucket,
     const Rule& rule) {
-  const layout::Range held = gradients.reduced_range(bucket);
+  const layout::Range held = gradient.range;
   const auto steps = runs_of(table, bucket, held, [&](int64_t parameter) {
-    return gradients.has_gradient(parameter) ? state.step_count(parameter) + 1 : -1;
+    return gradient.has(parameter) ? state.step_count(parameter) + 1 : -1;
   });
   for (const int64_t parameter : table.bucket(bucket).layout.parameters) {
-    if (gradients.has_gradient(parameter)) {
+    if (gradient.has(parameter)) {
       ++state.step_count(parameter);
     }
   }
@@ -137,7 +137,7 @@ void native_step(
   const std::vector<std::string> names = sharding::state_names(rule);
   const auto& tensors =
       state.tensors(bucket, names, stepped.options().requires_grad(false), held.size());
-  const at::Tensor reduced = of_dtype(gradients.reduced(bucket), stepped);
+  const at::Tensor reduced = of_dtype(gradient.reduced, stepped);
   for (const Run& run : steps) {
     const int64_t begin = run.range.begin - held.begin;
     const Stretch stretch{

@@ -4,7 +4,7 @@
 // rank updates.
 
 #include <zero/options.h>
-#include <zero/sharding/gradients.h>
+#include <zero/sharding/bucket_stepper.h>
 #include <zero/sharding/master_weights.h>
 #include <zero/sharding/optimizer_state.h>
 #include <zero/sharding/parameter_table.h>
@@ -15,7 +15,7 @@ namespace zero::optim {
 // with those the parameters, and counts their step.
 void native_step(
     sharding::ParameterTable& table,
-    sharding::GradientManager& gradients,
+    const sharding::BucketGradient& gradient,
     sharding::OptimizerStateManager& state,
     sharding::MasterWeights& masters,
     int64_t bucket,

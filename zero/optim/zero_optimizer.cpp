@@ -118,10 +118,11 @@ ZeroOptimizer::ZeroOptimizer(
     torch::nn::Module& module,
     const Options& options,
     const Rule& rule,
-    Group group)
-    : rules_{rule} {
+    Group group) {
   validate(rule);
+  rules_->push_back(rule);
   engine_ = make_engine(module, options, group, nullptr);
+  lend_rules();
 }
 
 ZeroOptimizer::ZeroOptimizer(
@@ -133,7 +134,7 @@ ZeroOptimizer::ZeroOptimizer(
   GroupOf group_of;
   for (size_t g = 0; g < groups.size(); ++g) {
     validate(groups[g].rule);
-    rules_.push_back(groups[g].rule);
+    rules_->push_back(groups[g].rule);
     for (const at::Tensor& tensor : groups[g].parameters) {
       TORCH_CHECK_VALUE(
           group_of.emplace(tensor.unsafeGetTensorImpl(), static_cast<int64_t>(g)).second,
@@ -143,24 +144,40 @@ ZeroOptimizer::ZeroOptimizer(
     }
   }
   engine_ = make_engine(module, options, group, &group_of);
+  lend_rules();
 }
 
 ZeroOptimizer::ZeroOptimizer(
     torch::nn::Module& module,
     const Options& options,
     const ShardOptimizerFactory& factory,
-    Group group)
-    : engine_(make_engine(module, options, group, nullptr)) {
+    Group group) {
+  TORCH_CHECK_VALUE(
+      !options.step_in_backward,
+      "[zero.optim] expected a native rule (AdamW, Adam, SGD, Lion) with step_in_backward, got a "
+      "torch::optim optimizer, which steps all parameters at once; leave step_in_backward out");
+  engine_ = make_engine(module, options, group, nullptr);
   for (int64_t i = 0; i < engine_->parameter_count(); ++i) {
     shards_.push_back(engine_->shard_parameter(i));
   }
   inner_ = factory(shards_);
 }
 
-ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module, Sharder sharder, const Rule& rule)
-    : rules_{rule} {
+ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module, Sharder sharder, const Rule& rule) {
   validate(rule);
+  rules_->push_back(rule);
   engine_ = sharder.finish(module);
+  lend_rules();
+}
+
+void ZeroOptimizer::lend_rules() {
+  if (engine_->options().step_in_backward) {
+    engine_->set_rule_source([rules = rules_] { return *rules; });
+  }
+}
+
+void ZeroOptimizer::register_comm_hook(std::shared_ptr<CommHook> hook) {
+  engine_->register_comm_hook(std::move(hook));
 }
 
 ZeroOptimizer::~ZeroOptimizer() = default;
@@ -168,7 +185,7 @@ ZeroOptimizer::ZeroOptimizer(ZeroOptimizer&&) noexcept = default;
 ZeroOptimizer& ZeroOptimizer::operator=(ZeroOptimizer&&) noexcept = default;
 
 bool ZeroOptimizer::step() {
-  return inner_ ? step_shards() : engine_->step(rules_);
+  return inner_ ? step_shards() : engine_->step(*rules_);
 }
 
 bool ZeroOptimizer::step_shards() {
@@ -211,7 +228,7 @@ double ZeroOptimizer::grad_norm(double norm_type) {
 
 std::vector<double> ZeroOptimizer::grad_norms(double norm_type) {
   std::vector<double> norms = engine_->grad_norms(norm_type);
-  norms.resize(std::max(norms.size(), rules_.size())); // groups without parameters
+  norms.resize(std::max(norms.size(), rules_->size())); // groups without parameters
   return norms;
 }
 
@@ -251,20 +268,20 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync() {
 
 Rule& ZeroOptimizer::rule(size_t group) {
   TORCH_CHECK_INDEX(
-      group < rules_.size(),
+      group < rules_->size(),
       "[zero.optim] expected a group index below ",
-      rules_.size(),
+      rules_->size(),
       ", got ",
       group);
-  return rules_[group];
+  return (*rules_)[group];
 }
 
 size_t ZeroOptimizer::group_count() const {
-  return rules_.size();
+  return rules_->size();
 }
 
 void ZeroOptimizer::set_lr(double lr) {
-  for (Rule& rule : rules_) {
+  for (Rule& rule : *rules_) {
     std::visit([lr](auto& concrete) { concrete.lr = lr; }, rule);
   }
   if (inner_) {

@@ -70,7 +70,7 @@ class ZERO_API ZeroOptimizer {
   ZeroOptimizer& operator=(ZeroOptimizer&&) noexcept;
 
   // [collective] False: left out on all ranks, because a gradient is not finite and
-  // on_nonfinite is "skip".
+  // on_nonfinite is "skip". With step_in_backward it ends the step that backward took.
   bool step();
   void zero_grad(bool set_to_none = true);
   // [collective] Scales the gradient to at most `max_norm`; returns its norm
@@ -116,8 +116,14 @@ class ZERO_API ZeroOptimizer {
   };
   [[nodiscard]] NoSync no_sync();
 
-  // Rules are read at each step: change them for schedules. By group; not with
-  // a factory.
+  // [collective] Replaces the reduction of gradient buckets: zero::compress_bf16(),
+  // zero::compress_fp16(), one of your own (<zero/sharding/comm_hook.h>), or null for
+  // none. Not inside backward. Throws c10::ValueError on all ranks when they give hooks
+  // of different names.
+  void register_comm_hook(std::shared_ptr<CommHook> hook);
+
+  // Rules are read at each step (with step_in_backward: when backward begins): change
+  // them for schedules. By group; not with a factory.
   Rule& rule(size_t group = 0);
   size_t group_count() const;
   // The learning rate of every group, or of the factory's optimizer.
@@ -127,9 +133,11 @@ class ZERO_API ZeroOptimizer {
 
  private:
   bool step_shards();
+  void lend_rules();
 
   std::shared_ptr<Engine> engine_;
-  std::vector<Rule> rules_;
+  // Shared with the engine, which reads them with step_in_backward.
+  std::shared_ptr<std::vector<Rule>> rules_ = std::make_shared<std::vector<Rule>>();
   std::unique_ptr<torch::optim::Optimizer> inner_; // instead of rules
   std::vector<at::Tensor> shards_; // its parameters, by index
 };

@@ -21,26 +21,11 @@ namespace {
 using memory::FlatBuffer;
 using memory::Purpose;
 
-void zero_between_slots(const at::Tensor& whole, const ParameterTable& table, int64_t bucket) {
-  const layout::Bucket& layout = table.bucket(bucket).layout;
-  int64_t end = 0;
-  for (const int64_t index : layout.parameters) {
-    const layout::Range slot = table.entry(index).slot.range();
-    memory::zero_elements(whole, end, slot.begin - end);
-    end = slot.end;
-  }
-  memory::zero_elements(whole, end, layout.numel - end);
-}
-
-std::shared_ptr<memory::SlabPool> new_pool(const GradientContext& context) {
-  return std::make_shared<memory::SlabPool>(context.account, context.communicator->buffers());
-}
-
 // Stages 0 and 1: buckets stay open.
 class HeldGradients : public GradientStorage {
  public:
   explicit HeldGradients(const GradientContext& context)
-      : context_(context), rounded_(context_, new_pool(context)) {}
+      : context_(context), rounded_(context_, make_pool(context)) {}
 
   const at::Tensor& open(int64_t bucket) override {
     FlatBuffer& whole = at_bucket(whole_, bucket);
@@ -65,6 +50,10 @@ class HeldGradients : public GradientStorage {
   }
 
   void end_backward() override {}
+
+  void forget(int64_t bucket) override {
+    at_bucket(whole_, bucket) = {};
+  }
 
   void clear() override {
     close_all();
@@ -121,17 +110,19 @@ class WholeGradients final : public HeldGradients {
     }
   }
 
-  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) override {
+  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, const comm::Tag& tag)
+      override {
     at_bucket(moving_, bucket) = 0;
     if (!add) {
       apart_.drop(bucket);
     }
     const bool stays = differs(bucket) || (add && narrow(bucket));
-    return context_.communicator->reduce_scatter(
+    return context_.reducer->reduce_scatter(
+        bucket,
         stays ? apart_.target(bucket, add) : own(bucket),
         sums.defined() ? sums : rounded_.round(bucket, open(bucket)),
-        {context_.divisor, add ? apart_.at(bucket) : at::Tensor()},
-        std::move(tag));
+        add ? apart_.at(bucket) : at::Tensor(),
+        tag);
   }
 
   void finish(int64_t bucket) override {
@@ -139,6 +130,11 @@ class WholeGradients final : public HeldGradients {
     if (!differs(bucket) && !narrow(bucket)) {
       apart_.drop(bucket);
     }
+  }
+
+  void forget(int64_t bucket) override {
+    HeldGradients::forget(bucket);
+    apart_.drop(bucket);
   }
 
   void close_all() override {
@@ -218,9 +214,10 @@ class ReplicatedGradients final : public HeldGradients {
     }
   }
 
-  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) override {
+  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, const comm::Tag& tag)
+      override {
     at_bucket(moving_, bucket) = 0;
-    comm::Communicator& communicator = *context_.communicator;
+    BucketReducer& reducer = *context_.reducer;
     const at::Tensor& whole = open(bucket);
     if (!add) {
       sums_.drop(bucket);
@@ -229,15 +226,12 @@ class ReplicatedGradients final : public HeldGradients {
       const at::Tensor& target = sums_.target(bucket, add);
       const layout::Range shard = context_.table.shard(bucket);
       const at::Tensor own = memory::flat_view(target, shard.begin, shard.size());
-      communicator.reduce_scatter(
-          own, sums.defined() ? sums : whole, {context_.divisor, add ? own : at::Tensor()}, tag);
-      return communicator.all_gather(target, own, std::move(tag));
+      return reducer.all_reduce(
+          bucket, target, sums.defined() ? sums : whole, add ? own : at::Tensor(), tag);
     }
     const bool kept = add && !rounds(bucket);
-    return communicator.all_reduce(
-        rounded_.round(bucket, whole),
-        {context_.divisor, kept ? aside_.at(bucket) : at::Tensor()},
-        std::move(tag));
+    const at::Tensor sent = rounded_.round(bucket, whole);
+    return reducer.all_reduce(bucket, sent, sent, kept ? aside_.at(bucket) : at::Tensor(), tag);
   }
 
   void finish(int64_t bucket) override {
@@ -247,6 +241,11 @@ class ReplicatedGradients final : public HeldGradients {
       show(bucket);
     }
     aside_.drop(bucket);
+  }
+
+  void forget(int64_t bucket) override {
+    HeldGradients::forget(bucket);
+    sums_.drop(bucket);
   }
 
   void close_all() override {
@@ -276,88 +275,6 @@ class ReplicatedGradients final : public HeldGradients {
   ReducedShards sums_;
 };
 
-class ShardedGradients final : public GradientStorage {
- public:
-  ShardedGradients(const GradientContext& context, std::shared_ptr<memory::SlabPool> pool)
-      : context_(context),
-        keeps_pool_(pool != nullptr),
-        pool_(keeps_pool_ ? std::move(pool) : new_pool(context)),
-        rounded_(context_, pool_),
-        shards_(context_, false) {}
-
-  const at::Tensor& open(int64_t bucket) override {
-    memory::Slab& opened = at_bucket(open_, bucket);
-    if (!opened) {
-      const BucketEntry& entry = context_.table.bucket(bucket);
-      opened = pool_->take(entry.layout.numel, entry.options);
-      zero_between_slots(opened.tensor, context_.table, bucket);
-    }
-    return opened.tensor;
-  }
-
-  bool is_open(int64_t bucket) const override {
-    return has_bucket(open_, bucket);
-  }
-
-  at::Tensor reduced(int64_t bucket) override {
-    return shards_.at(bucket);
-  }
-
-  layout::Range reduced_range(int64_t bucket) const override {
-    return context_.table.shard(bucket);
-  }
-
-  void keep(int64_t /*bucket*/, layout::Range /*slot*/) override {}
-
-  void drop(int64_t bucket, layout::Range slot) override {
-    shards_.zero(bucket, slot);
-  }
-
-  comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) override {
-    const at::Tensor& target = shards_.target(bucket, add);
-    return context_.communicator->reduce_scatter(
-        target,
-        sums.defined() ? sums : rounded_.round(bucket, open_[bucket].tensor),
-        {context_.divisor, add ? target : at::Tensor()},
-        std::move(tag));
-  }
-
-  void finish(int64_t bucket) override {
-    rounded_.finish(bucket);
-    pool_->give(std::move(open_[bucket]));
-    open_[bucket] = {};
-  }
-
-  int64_t max_in_flight() const override {
-    return 2;
-  }
-
-  void end_backward() override {
-    if (!keeps_pool_) {
-      pool_->clear();
-    }
-  }
-
-  void close_all() override {
-    open_.clear();
-    rounded_.clear();
-    end_backward();
-  }
-
-  void clear() override {
-    close_all();
-    shards_.clear();
-  }
-
- private:
-  const GradientContext context_;
-  const bool keeps_pool_;
-  const std::shared_ptr<memory::SlabPool> pool_;
-  RoundedBuckets rounded_;
-  ReducedShards shards_;
-  std::vector<memory::Slab> open_;
-};
-
 } // namespace
 
 std::unique_ptr<GradientStorage> make_replicated_gradients(const GradientContext& context) {
@@ -366,12 +283,6 @@ std::unique_ptr<GradientStorage> make_replicated_gradients(const GradientContext
 
 std::unique_ptr<GradientStorage> make_whole_gradients(const GradientContext& context) {
   return std::make_unique<WholeGradients>(context);
-}
-
-std::unique_ptr<GradientStorage> make_sharded_gradients(
-    const GradientContext& context,
-    std::shared_ptr<memory::SlabPool> pool) {
-  return std::make_unique<ShardedGradients>(context, std::move(pool));
 }
 
 } // namespace zero::sharding

@@ -11,6 +11,7 @@
 
 #include <zero/comm/communicator.h>
 #include <zero/memory/slab_pool.h>
+#include <zero/sharding/bucket_reducer.h>
 #include <zero/sharding/parameter_table.h>
 
 namespace zero::sharding {
@@ -46,8 +47,11 @@ class GradientStorage {
 
   // Starts the reduction of the open bucket, or of `sums` in its place, added to what
   // was put aside when `add`; finish() is called once it is done.
-  virtual comm::WorkPtr reduce(int64_t bucket, bool add, const at::Tensor& sums, comm::Tag tag) = 0;
+  virtual comm::WorkPtr
+  reduce(int64_t bucket, bool add, const at::Tensor& sums, const comm::Tag& tag) = 0;
   virtual void finish(int64_t bucket) = 0;
+  // Lets go of the bucket's gradient, which is not open otherwise and was stepped.
+  virtual void forget(int64_t bucket) = 0;
 
   // Reductions that may be in flight before the next bucket opens.
   virtual int64_t max_in_flight() const = 0;
@@ -62,12 +66,15 @@ struct GradientContext {
   ParameterTable& table;
   std::shared_ptr<comm::Communicator> communicator;
   std::shared_ptr<memory::Account> account;
-  double divisor = 1.0;
+  std::shared_ptr<BucketReducer> reducer = {};
   std::optional<c10::ScalarType> reduce_dtype = {};
 
   // What a bucket's gradients are rounded to when they are reduced.
   c10::ScalarType reduced_dtype(int64_t bucket) const;
 };
+
+// Of whole buckets that come and go.
+std::shared_ptr<memory::SlabPool> make_pool(const GradientContext& context);
 
 // Stage 0: every rank ends with the whole reduced gradient.
 std::unique_ptr<GradientStorage> make_replicated_gradients(const GradientContext& context);

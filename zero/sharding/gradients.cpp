@@ -122,12 +122,16 @@ int64_t GradientManager::before_accumulate(int64_t index) {
   recover_if_abandoned();
   const bool opened = !active_;
   if (opened) {
+    if (stepper_) {
+      begin_stepping(index);
+    }
     begin_backward();
   }
   if (!table_.entry(index).trainable) {
     return opened ? backward_ : 0; // unfrozen: autograd's own, until the ranks know of it
   }
   if (buckets_[table_.entry(index).slot.bucket].launched) {
+    refuse_late(index);
     reopen(table_.entry(index).slot.bucket);
   }
   take_slot(index);
@@ -275,6 +279,9 @@ void GradientManager::seal(int64_t bucket, bool* add) {
 }
 
 void GradientManager::launch(int64_t bucket) {
+  if (eager_) {
+    publish_stepped(kMaxLaunched - 1);
+  }
   bool add = false;
   seal(bucket, &add);
   const BucketEntry& entry = table_.bucket(bucket);
@@ -292,6 +299,9 @@ void GradientManager::launch(int64_t bucket) {
       slot.contributed = true;
       show_reduced(index);
     }
+  }
+  if (eager_) {
+    send_usage(bucket);
   }
 }
 
@@ -331,12 +341,16 @@ void GradientManager::wait_for(int64_t bucket) {
     waited.work->wait();
     waited.work = nullptr;
     storage_->finish(bucket);
+    context_.reducer->finish(bucket);
     std::erase(in_flight_, bucket);
+    if (eager_) {
+      step_reduced(bucket);
+    }
   }
 }
 
 void GradientManager::make_room() {
-  while (static_cast<int64_t>(in_flight_.size()) >= storage_->max_in_flight()) {
+  while (static_cast<int64_t>(in_flight_.size()) >= max_in_flight()) {
     wait_oldest();
   }
 }

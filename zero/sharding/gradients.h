@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include <zero/sharding/bucket_stepper.h>
 #include <zero/sharding/gradient_storage.h>
 #include <zero/sharding/local_sums.h>
 
@@ -43,6 +44,14 @@ class GradientManager {
   // have given them here. The same on all ranks; no communication.
   void catch_up(const std::vector<bool>& trainable);
   void set_stand_ins(std::vector<at::Tensor> stand_ins);
+  // From now on each bucket is stepped once it is reduced (gradients_step.cpp).
+  void step_in_backward(std::unique_ptr<BucketStepper> stepper);
+  // Whether a backward that stepped some buckets did not come to its end.
+  bool interrupted() const;
+  // One did not, on some rank: until mend(), require_untorn() throws, as backward does.
+  void tear();
+  void mend();
+  void require_untorn() const;
   void set_sync(bool sync);
   bool sync() const;
 
@@ -89,6 +98,10 @@ class GradientManager {
   layout::Range reduced_range(int64_t bucket) const;
   void count_step() {
     ++steps_;
+    stepped_ = false;
+  }
+  BucketReducer& reducer() const {
+    return *context_.reducer;
   }
   int64_t steps() const {
     return steps_;
@@ -110,6 +123,9 @@ class GradientManager {
     bool late = false; // got a gradient after it was launched
     bool deferred = false; // launched at the end of backward only
     comm::WorkPtr work;
+    at::Tensor usage; // of stepper_: by rank and parameter, whether it has a gradient
+    comm::WorkPtr usage_work;
+    bool stepped = false; // in this backward
   };
 
   at::Tensor& grad_of(int64_t index) const;
@@ -128,8 +144,18 @@ class GradientManager {
   void wait_oldest();
   void make_room();
   void settle_in_flight();
+  int64_t max_in_flight() const;
+  void begin_stepping(int64_t index);
+  void send_usage(int64_t bucket);
+  void step_reduced(int64_t bucket);
+  void step_bucket(int64_t bucket, const std::vector<char>& used);
+  void publish_stepped(size_t left);
+  void step_all(const std::vector<bool>& used);
+  void refuse_late(int64_t index) const;
   void show_reduced(int64_t index);
   void finish_reduction();
+  // Of buckets that are stepped in backward.
+  static constexpr int64_t kMaxLaunched = 2;
   // What the ranks tell each other at the end of a backward.
   struct Agreement {
     std::vector<bool> used; // by parameter: on any rank
@@ -152,6 +178,7 @@ class GradientManager {
   const std::unique_ptr<GradientStorage> storage_;
   const bool whole_;
   std::function<void(int64_t bucket)> on_unfrozen_;
+  std::unique_ptr<BucketStepper> stepper_;
 
   mutable std::mutex mutex_;
   LocalSums sums_;
@@ -169,6 +196,10 @@ class GradientManager {
   std::atomic<int64_t> abandoned_ = 0; // number of one that was lost
   std::exception_ptr lost_; // why gradients are not to be used, until they are zeroed
   int64_t steps_ = 0;
+  bool eager_ = false; // this backward steps each bucket once it is reduced
+  bool stepped_ = false; // some bucket was, since the last step
+  bool torn_ = false;
+  std::deque<int64_t> launched_; // eager: not handed on yet, in order of their launch
 };
 
 } // namespace zero::sharding

@@ -65,11 +65,18 @@ void GradientManager::finish_reduction() {
   }
   reduce_late(agreement.late);
   reduce_unfrozen(agreement.used);
+  if (eager_) {
+    publish_stepped(0);
+    return;
+  }
   for (int64_t i = 0; i < table_.size(); ++i) {
     Slot& slot = slots_[i];
     if (table_.entry(i).trainable && agreement.used[i] && slot.state == GradientState::none) {
       show_reduced(i);
     }
+  }
+  if (stepper_) {
+    step_all(agreement.used);
   }
 }
 
@@ -142,6 +149,7 @@ GradientManager::Agreement GradientManager::agree() {
 
 void GradientManager::reset_backward() {
   storage_->end_backward();
+  context_.reducer->end_backward();
   for (Slot& slot : slots_) {
     slot.seen = false;
     slot.contributed = false;
@@ -151,7 +159,11 @@ void GradientManager::reset_backward() {
     bucket.pending = static_cast<int64_t>(table_.bucket(b).layout.parameters.size());
     bucket.launched = false;
     bucket.late = false;
+    bucket.stepped = false;
+    bucket.usage_work = nullptr;
   }
+  launched_.clear();
+  eager_ = false;
   active_ = false;
 }
 
@@ -163,6 +175,9 @@ bool GradientManager::lost_backward() const {
 // what they launched completes, and the next iteration is clean.
 void GradientManager::recover_if_abandoned() {
   if (lost_backward()) {
+    torn_ = torn_ || stepped_;
+    stepped_ = false;
+    eager_ = false; // nothing more is stepped
     while (!in_flight_.empty()) {
       wait_oldest();
     }
@@ -175,6 +190,7 @@ void GradientManager::settle_in_flight() {
     buckets_[bucket].work->settle();
     buckets_[bucket].work = nullptr;
     storage_->finish(bucket);
+    context_.reducer->finish(bucket);
   }
   in_flight_.clear();
 }
@@ -193,6 +209,7 @@ void GradientManager::discard() {
   const std::lock_guard lock(mutex_);
   settle_in_flight();
   lost_ = nullptr;
+  stepped_ = false;
   storage_->close_all();
   sums_.clear();
   for (int64_t i = 0; i < table_.size(); ++i) {
@@ -230,7 +247,7 @@ void GradientManager::flush() {
   const bool local = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
     return slot.state == GradientState::local;
   });
-  if (!local && !active_) {
+  if ((!local && !active_) || torn_) {
     return;
   }
   finish_reduction();
@@ -241,6 +258,8 @@ void GradientManager::zero(bool set_to_none) {
   const std::lock_guard lock(mutex_);
   if (lost_backward()) {
     settle_in_flight(); // what failed says so at the next operation
+    torn_ = torn_ || stepped_;
+    stepped_ = false;
     reset_backward();
   }
   lost_ = nullptr;

@@ -55,6 +55,8 @@ class ParameterManager {
   // Before parameters change: everything is released. Throws while something is
   // held.
   void before_step();
+  // Throws while units are held to be written to, whose values would go over a step's.
+  void refuse_writable() const;
 
   // After a failure of communication: nothing is on its way, what is not held is
   // sharded, and the order of uses is forgotten.

@@ -50,6 +50,21 @@ void ParameterManager::let_go(const std::vector<int64_t>& units, bool writable) 
   }
 }
 
+void ParameterManager::refuse_writable() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& unit : units_) {
+    TORCH_CHECK(
+        unit->writable == 0,
+        "[zero.sharding] unit ",
+        unit->name,
+        " is held whole by zero.gathered(..., writeback=True) (rank ",
+        table_.rank(),
+        " of ",
+        table_.world_size(),
+        "), and a backward with step_in_backward would change it; run backward outside");
+  }
+}
+
 void ParameterManager::begin_load(int64_t index) {
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);

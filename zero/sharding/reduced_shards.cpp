@@ -32,6 +32,10 @@ c10::ScalarType GradientContext::reduced_dtype(int64_t bucket) const {
   return both ? dtype : *reduce_dtype;
 }
 
+std::shared_ptr<memory::SlabPool> make_pool(const GradientContext& context) {
+  return std::make_shared<memory::SlabPool>(context.account, context.communicator->buffers());
+}
+
 layout::Range ReducedShards::range(int64_t bucket) const {
   return whole_ ? layout::Range{0, context_.table.bucket(bucket).layout.numel}
                 : context_.table.shard(bucket);
