@@ -11,6 +11,7 @@ set(ZERO_SOURCES
     zero/comm/environment.cpp
     zero/comm/failure_board.cpp
     zero/comm/gloo_group.cpp
+    zero/comm/grid.cpp
     zero/comm/group_transport.cpp
     zero/comm/host_arena.cpp
     zero/comm/host_channel.cpp
@@ -20,6 +21,7 @@ set(ZERO_SOURCES
     zero/comm/host_process.cpp
     zero/comm/host_segment.cpp
     zero/comm/host_transport.cpp
+    zero/comm/hybrid_transport.cpp
     zero/comm/init.cpp
     zero/comm/local_communicator.cpp
     zero/comm/make_communicator.cpp
@@ -30,6 +32,7 @@ set(ZERO_SOURCES
     zero/comm/peer_exchange.cpp
     zero/comm/queued_communicator.cpp
     zero/comm/reduce_elements.cpp
+    zero/comm/traffic.cpp
     zero/layout/flat_layout.cpp
     zero/layout/units.cpp
     zero/memory/account.cpp
@@ -111,6 +114,8 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_host_arena.cpp
     tests/cpp/test_host_recovery.cpp
     tests/cpp/test_host_processes.cpp
+    tests/cpp/test_hybrid.cpp
+    tests/cpp/test_hybrid_training.cpp
     tests/cpp/test_kernels.cpp
     tests/cpp/test_kernels_rules.cpp
     tests/cpp/test_kernels_types.cpp

@@ -30,8 +30,13 @@ void not_built(const char* name, const std::optional<std::string>& value) {
 
 void check_unbuilt(const Options& options) {
   not_built("offload", options.offload);
-  not_built("shard_group", options.shard_group);
-  not_built("replicate_group", options.replicate_group);
+}
+
+void check_groups(const Options& options) {
+  TORCH_CHECK_VALUE(
+      options.shard_group.has_value() == options.replicate_group.has_value(),
+      "[zero.options] expected shard_group and replicate_group together, got ",
+      options.shard_group ? "no replicate_group" : "no shard_group");
 }
 
 void check_dtype(const char* name, const std::optional<std::string>& dtype, bool only_float32) {
@@ -149,6 +154,7 @@ void Options::validate() const {
       "before all gradients are known, got ",
       on_nonfinite);
   check_dtypes(*this);
+  check_groups(*this);
   check_unbuilt(*this);
 }
 

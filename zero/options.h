@@ -68,7 +68,7 @@ struct Options {
   bool step_in_backward = false;
   // Not built yet: "optimizer" or "parameters".
   std::optional<std::string> offload = {};
-  // Not built yet: names of process groups for hybrid sharding.
+  // Hybrid sharding: what the groups of zero::Groups are called, for errors.
   std::optional<std::string> shard_group = {};
   std::optional<std::string> replicate_group = {};
 

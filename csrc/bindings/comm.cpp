@@ -6,10 +6,13 @@
 #include <pybind11/stl.h>
 
 #include <zero/comm/blocking.h>
+#include <zero/comm/groups.h>
 #include <zero/comm/init.h>
 
 namespace zero::bindings {
 namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // A thread that holds the GIL must not wait for other ranks with it: what it
 // waits for may need the GIL (ranks as threads, Python hooks, the release of a
@@ -45,6 +48,22 @@ void init_comm(py::module_& module) {
       "What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a "
       "launcher.\n"
       "Raises ValueError naming a variable that is missing or malformed.");
+
+  py::class_<Groups>(module, "Groups", "A grid of ranks: hybrid sharding.")
+      .def(
+          py::init([](Group shard, Group replicate) {
+            return Groups{.shard = std::move(shard), .replicate = std::move(replicate)};
+          }),
+          py::arg("shard"),
+          py::arg("replicate"));
+  module.def(
+      "exchange_texts",
+      &comm::exchange_texts,
+      py::arg("group"),
+      py::arg("text"),
+      py::arg("timeout_seconds"),
+      py::call_guard<py::gil_scoped_release>(),
+      "[collective] Every rank's text, in rank order, through the group's store.");
 }
 
 } // namespace zero::bindings

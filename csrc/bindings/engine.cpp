@@ -6,12 +6,11 @@
 #include <pybind11/typing.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <zero/comm/init.h>
+#include <zero/comm/groups.h>
 
 namespace zero::bindings {
 namespace {
 
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Parameters = std::vector<std::tuple<std::string, at::Tensor, int64_t, int64_t, bool>>;
 using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -33,13 +32,12 @@ std::shared_ptr<Engine> create(
     Parameters parameters,
     Buffers buffers,
     const Options& options,
-    const std::optional<Group>& group,
+    const std::optional<Ranks>& group,
     std::vector<std::string> unit_names,
     const py::object& materialize,
     std::vector<int64_t> order) {
-  const Group ranks = group.value_or(Group());
-  const auto channels = comm::make_communicators(
-      ranks, options.timeout, options.stage == 3 ? 2 : 1, options.transport);
+  const auto channels = comm::communicators_of(
+      group.value_or(Ranks()), options.timeout, options.stage == 3 ? 2 : 1, options.transport);
   Units units{
       .names = std::move(unit_names), .gathers = channels.back(), .order = std::move(order)};
   if (!materialize.is_none()) {
@@ -70,6 +68,17 @@ py::dict bytes_of(const comm::Traffic& traffic) {
   return result;
 }
 
+py::dict by_group(const Engine::Report& report) {
+  py::dict theory;
+  theory["shard"] = report.theory_traffic - report.theory_replicate_traffic;
+  theory["replicate"] = report.theory_replicate_traffic;
+  py::dict result;
+  result["shard"] = bytes_of(report.group_traffic.shard);
+  result["replicate"] = bytes_of(report.group_traffic.replicate);
+  result["theory"] = theory;
+  return result;
+}
+
 // Bytes, by name; nested.
 using Numbers = py::typing::Dict<py::str, py::object>;
 
@@ -87,6 +96,8 @@ Numbers report(const Engine& engine) {
   result["peak"] = bytes_of(report.peak);
   result["traffic"] = bytes_of(report.traffic);
   result["theory"] = theory;
+  result["groups"] = by_group(report);
+  result["replicas"] = report.replicas;
   result["steps"] = report.steps;
   result["nonfinite_steps"] = report.nonfinite_steps;
   result["nonfinite_parameter"] = report.nonfinite_parameter;
@@ -110,10 +121,10 @@ void bind_identity(EngineClass& engine) {
           NoGil(),
           "[collective] The engine of `parameters` (name, tensor, group index, unit index), with\n"
           "rank 0's values of them and of `buffers`, over private groups with the members of\n"
-          "`group` (None: one rank). `materialize(unit)` gives the parameters of a unit values, "
-          "in\n"
-          "the `order` of units given. Raises before any change when ranks differ, naming the\n"
-          "first difference.")
+          "`group` (None: one rank) or of Groups. `materialize(unit)` gives the parameters of a\n"
+          "unit values, in the `order` of units given. Raises before any change when ranks "
+          "differ,\n"
+          "naming the first difference.")
       .def(
           "add_parameters",
           [](Engine& self, Parameters parameters) {

@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'CommHook', 'Engine', 'FlatLayout', 'GradientBucket', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'compress_bf16', 'compress_fp16', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'exchange_texts', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -303,61 +303,24 @@ class LaunchEnvironment:
     @property
     def world_size(self) -> int:
         ...
-class GradientBucket:
+class Groups:
     """
-    What a comm hook is given: a bucket of gradients that is about to be reduced.
+    A grid of ranks: hybrid sharding.
     """
-    @property
-    def dtype(self) -> torch.dtype:
-        """
-        Of `gradients`.
-        """
-    @property
-    def gradients(self) -> torch.Tensor:
-        """
-        This rank's whole gradient, not divided: one-dimensional, contiguous, zeros in the
-        padding. It may be overwritten.
-        """
-    @property
-    def index(self) -> int:
-        """
-        The bucket's number.
-        """
-    @property
-    def names(self) -> list[str]:
-        """
-        Of its parameters, in order of memory.
-        """
-    @property
-    def rank(self) -> int:
-        ...
-    @property
-    def shard(self) -> torch.Tensor:
-        """
-        The part of `gradients` that this rank is to have reduced, sharing its memory.
-        """
-    @property
-    def world_size(self) -> int:
-        ...
-class CommHook:
-    """
-    What replaces the reduction of a gradient bucket.
-    """
-    @property
-    def name(self) -> str:
+    def __init__(self, shard: torch.distributed.distributed_c10d.ProcessGroup, replicate: torch.distributed.distributed_c10d.ProcessGroup) -> None:
         ...
 class Engine:
     """
     What carries a model through training; one per model.
     """
     @staticmethod
-    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | None, unit_names: collections.abc.Sequence[str] = [''], materialize: typing.Any = None, order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> Engine:
+    def create(parameters: collections.abc.Sequence[tuple[str, torch.Tensor, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], options: Options, group: torch.distributed.distributed_c10d.ProcessGroup | Groups | None, unit_names: collections.abc.Sequence[str] = [''], materialize: typing.Any = None, order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> Engine:
         """
         [collective] The engine of `parameters` (name, tensor, group index, unit index), with
         rank 0's values of them and of `buffers`, over private groups with the members of
-        `group` (None: one rank). `materialize(unit)` gives the parameters of a unit values, in
-        the `order` of units given. Raises before any change when ranks differ, naming the
-        first difference.
+        `group` (None: one rank) or of Groups. `materialize(unit)` gives the parameters of a
+        unit values, in the `order` of units given. Raises before any change when ranks differ,
+        naming the first difference.
         """
     def account_foreign_state(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
@@ -653,13 +616,9 @@ class UnitHook:
         ...
     def __reduce_ex__(self, protocol: typing.Any) -> typing.Any:
         ...
-def compress_bf16() -> CommHook:
+def exchange_texts(group: torch.distributed.distributed_c10d.ProcessGroup, text: str, timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> list[str]:
     """
-    fp32 gradients travel in bfloat16, summed in fp32.
-    """
-def compress_fp16() -> CommHook:
-    """
-    fp32 gradients travel in float16, divided before they are rounded, summed in fp32.
+    [collective] Every rank's text, in rank order, through the group's store.
     """
 def launch_environment() -> LaunchEnvironment | None:
     """

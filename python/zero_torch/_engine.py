@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from . import _C, _buffers, _casts, _hooks, _registry, gradients
+from ._groups import ranks_of
 from ._habits import DdpRefusal
 from ._parameters import Collected, parameters_of_batch_norms
 from ._units import Found, find_units
 from ._watch import ModuleWatch
 from .config import ZeroConfig, to_options
 from .deferred import Materializer
-from .init import default_group
 
 
 def prepare(target: Any, stage: Any, init_fn: Any, init_from: Any) -> Materializer | None:
@@ -74,9 +73,7 @@ def make_engine(
         )
     found = find_units(module, named, config) if options.stage == 3 else Found([""], [], [])
     of_parameter = found.of_parameter or [0] * len(named)
-    group = _checked_group(process_group)
-    if group is None:
-        group = default_group(config.timeout)
+    group = ranks_of(process_group, config)
     fixed = parameters_of_batch_norms(module)
     parameters = [
         (*item, unit, id(item[1]) in fixed) for item, unit in zip(named, of_parameter, strict=True)
@@ -124,14 +121,3 @@ def watch(target: Any, engine: _C.Engine, collected: Collected) -> ModuleWatch |
     watch = ModuleWatch(target, engine, collected.ignored)
     _registry.add_watch(engine, watch)
     return watch
-
-
-def _checked_group(process_group: Any) -> dist.ProcessGroup | None:
-    if process_group is None:
-        return None
-    if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
-        raise TypeError(
-            "expected process_group to be a torch.distributed.ProcessGroup of which this rank is a "
-            f"member, or None; got {process_group!r}"
-        )
-    return process_group

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import _C
+from ._groups import group_name
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
@@ -84,9 +85,12 @@ class ZeroConfig:
     offload: str | None = None
     """Not built yet."""
     shard_group: Any = None
-    """Hybrid sharding: not built yet."""
+    """Hybrid sharding: the process group (or 1-D DeviceMesh) that this rank shards in, usually the
+    ranks of its host. Needs ``replicate_group``."""
     replicate_group: Any = None
-    """Hybrid sharding: not built yet."""
+    """Hybrid sharding: the process group (or 1-D DeviceMesh) of the ranks that hold the same shard
+    as this one, usually one of each host. Needs ``shard_group``; all ranks' groups together are the
+    rows and the columns of a grid."""
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
@@ -129,10 +133,11 @@ def to_options(config: ZeroConfig, stage: Any, ignored: Sequence[str] = ()) -> _
         if dtype is not None:
             _typed(name, dtype, torch.dtype, "a torch.dtype or None")
             setattr(options, name, str(dtype).removeprefix("torch."))
-    for name in _GROUPS:
-        group = getattr(config, name)
-        if group is not None:
-            setattr(options, name, str(getattr(group, "group_name", group)))
+    given = {name: getattr(config, name) for name in _GROUPS}
+    names = {name: group_name(name, value) for name, value in given.items() if value is not None}
+    if len(names) == len(_GROUPS):  # else all ranks are told
+        for name, value in names.items():
+            setattr(options, name, value)
     if config.offload is not None:
         options.offload = _typed("offload", config.offload, str, "a str or None")
     options.reshard_after_forward = _reshard(config.reshard_after_forward)

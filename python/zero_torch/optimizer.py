@@ -56,8 +56,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     must be a module; see ``ZeroModule``, to which the parameters belong then: they stay sharded
     when the optimizer is dropped, ``release()`` gives them back). ``init_fn`` and ``init_from``
     initialize a model without storage, as in ``ZeroModule``. ``process_group``: the ranks
-    to shard over; by default torch.distributed's default group, made by ``zero_torch.init()`` when
-    a launcher asks for several ranks and there is none yet; without a launcher one rank.
+    to shard over, a ProcessGroup or a DeviceMesh of one dimension, or of two, (replicate, shard),
+    for hybrid sharding, as with ``shard_group`` and ``replicate_group``; by default
+    torch.distributed's default group, made by ``zero_torch.init()`` when a launcher asks for
+    several ranks and there is none yet; without a launcher one rank.
 
     Collective: all ranks construct it with equal arguments, and get rank 0's values of parameters
     and buffers. ``step``, ``clip_grad_norm_``, ``clip_grad_value_``, ``grad_norm``,

@@ -39,8 +39,12 @@ class Report:
         training steps so far, has ``reduce_scatter``, ``all_gather``, ``all_reduce`` and
         ``broadcast``; ``theory["traffic"]`` is for one step with one micro-batch. Padding is in
         what is held and sent, and not in theory.
+
+        With replicas there is ``groups`` too: ``{"shard", "replicate", "theory": {"shard",
+        "replicate"}}``, the same traffic and theory by the group that it is sent in.
         """
-        return {name: self._numbers[name] for name in _FIELDS}
+        fields = _FIELDS + (("groups",) if self._numbers["replicas"] > 1 else ())
+        return {name: self._numbers[name] for name in fields}
 
     def __str__(self) -> str:
         return self._table

@@ -87,6 +87,8 @@ def make(**kw):
         ({"bucket_byte": 5}, TypeError, "'bucket_byte'.*bucket_bytes"),
         ({"momentum": 0.9}, TypeError, "'momentum'.*lr, betas, eps, weight_decay"),
         ({"process_group": 7}, TypeError, "process_group"),
+        ({"shard_group": "inner"}, TypeError, "shard_group.*'inner'"),
+        ({"replicate_group": 7}, TypeError, "replicate_group.*7"),
         ({"optimizer": "lamb"}, ValueError, "lamb"),
         ({"optimizer": 3}, TypeError, "optimizer"),
         ({"lr": -1.0}, ValueError, "lr"),
@@ -110,8 +112,6 @@ def test_bad_settings_are_refused_by_name(kw, error, words):
     "kw",
     [
         {"offload": "optimizer"},
-        {"shard_group": "inner"},
-        {"replicate_group": "outer"},
         {"foreach": True},
         {"fused": True},
         {"capturable": True},

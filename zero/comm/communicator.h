@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -59,6 +60,16 @@ struct Traffic {
   Count all_gather;
   Count all_reduce;
   Count broadcast;
+
+  Count* of(Kind kind); // null for what is not counted
+  int64_t bytes() const;
+  Traffic operator+(const Traffic& other) const;
+};
+
+// The same, by the group that it was sent in (see Groups).
+struct GroupTraffic {
+  Traffic shard;
+  Traffic replicate;
 };
 
 class ZERO_API Communicator {
@@ -66,16 +77,25 @@ class ZERO_API Communicator {
   virtual ~Communicator() = default;
   virtual int64_t rank() const = 0;
   virtual int64_t size() const = 0;
+  // The ranks that shard among themselves: all, or where ranks are a grid (Groups) those
+  // of a replica. Rank r is number r % shard_size() of replica r / shard_size().
+  virtual int64_t shard_rank() const {
+    return rank();
+  }
+  virtual int64_t shard_size() const {
+    return size();
+  }
 
-  // input: size() * S elements, contiguous. output: S elements, and may be this
+  // input: shard_size() * S elements, contiguous. output: S elements, and may be this
   // rank's own slice of the input. Of one dtype, or the output (and the addend) of
-  // fp32 for an input of 16 bits. Sends (size() - 1) * S elements of the input.
+  // fp32 for an input of 16 bits. Sends (shard_size() - 1) * S elements of the input;
+  // over replicas see HybridTransport.
   virtual WorkPtr
   reduce_scatter(at::Tensor output, at::Tensor input, Reduction reduction, Tag tag) = 0;
-  // output: size() * S elements. input: S elements, and may be this rank's own
-  // slice of the output. Sends (size() - 1) * S elements.
+  // Among the ranks of a replica. output: shard_size() * S elements. input: S elements,
+  // and may be this rank's own slice of the output. Sends (shard_size() - 1) * S elements.
   virtual WorkPtr all_gather(at::Tensor output, at::Tensor input, Tag tag) = 0;
-  // Reduces size() * S elements in place: a reduce-scatter and an all-gather,
+  // Reduces shard_size() * S elements in place: a reduce-scatter and an all-gather,
   // with the bits and the traffic of the two. The addend has S elements.
   virtual WorkPtr all_reduce(at::Tensor tensor, Reduction reduction, Tag tag) = 0;
   virtual WorkPtr broadcast(at::Tensor tensor, int64_t root, Tag tag) = 0;
@@ -83,9 +103,16 @@ class ZERO_API Communicator {
   // Blocking. Each rank's bytes (any length, one-dimensional uint8) to every
   // rank, in rank order; this rank's own may be the tensor that was given.
   virtual std::vector<at::Tensor> exchange(at::Tensor bytes, Tag tag) = 0;
+  // The same among the ranks of this rank's replica.
+  virtual std::vector<at::Tensor> exchange_shards(at::Tensor bytes, Tag tag) {
+    return exchange(std::move(bytes), std::move(tag));
+  }
   virtual void barrier(Tag tag) = 0;
 
   virtual Traffic traffic() const = 0;
+  virtual GroupTraffic group_traffic() const {
+    return {traffic(), {}};
+  }
   // How bytes travel, for reports: "group (gloo)", "host (threads)".
   virtual std::string transport() const = 0;
   // Where to take buffers from that the other ranks read fastest (in place, on one

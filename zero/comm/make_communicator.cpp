@@ -1,6 +1,6 @@
 // Which communicator a process group gets. Runs on the caller's thread.
 
-#include <zero/comm/init.h>
+#include <zero/comm/make_communicator.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -12,6 +12,7 @@
 #include <zero/comm/gloo_group.h>
 #include <zero/comm/group_transport.h>
 #include <zero/comm/host_transport.h>
+#include <zero/comm/init.h>
 #include <zero/comm/local_communicator.h>
 #include <zero/comm/meeting.h>
 #include <zero/comm/milliseconds.h>
@@ -54,20 +55,18 @@ void compare_choices(
   }
 }
 
-Communicators over_host(const std::shared_ptr<HostGroup>& host, double timeout_seconds) {
-  Communicators communicators;
+Transports over_host(const std::shared_ptr<HostGroup>& host, double timeout_seconds) {
+  Transports transports;
   for (int64_t channel = 0; channel < host->channels(); ++channel) {
-    communicators.push_back(
-        std::make_shared<QueuedCommunicator>(
-            std::make_unique<HostTransport>(host, channel, timeout_seconds)));
+    transports.push_back(std::make_unique<HostTransport>(host, channel, timeout_seconds));
   }
-  return communicators;
+  return transports;
 }
 
-Communicators
+Transports
 over_group(const Store& store, const Place& place, double timeout_seconds, int64_t count) {
   const SigpipeBlock no_sigpipe;
-  Communicators communicators;
+  Transports transports;
   std::shared_ptr<FailureBoard> board;
   for (int64_t i = 0; i < count; ++i) {
     const auto own_store = new_store(store, place.rank);
@@ -75,44 +74,44 @@ over_group(const Store& store, const Place& place, double timeout_seconds, int64
       board = std::make_shared<FailureBoard>(own_store, place.rank, place.size);
     }
     auto backend = make_gloo_backend(own_store, place.rank, place.size, timeout_seconds);
-    communicators.push_back(
-        std::make_shared<QueuedCommunicator>(std::make_unique<GroupTransport>(
-            std::make_unique<PeerExchange>(std::move(backend), timeout_seconds), board)));
+    transports.push_back(
+        std::make_unique<GroupTransport>(
+            std::make_unique<PeerExchange>(std::move(backend), timeout_seconds), board));
   }
-  return communicators;
+  return transports;
 }
 
 } // namespace
 
-Communicators make_communicators(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    double timeout_seconds,
-    int64_t count,
-    const std::string& transport) {
+Store new_store(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto store = group->getStore();
+  TORCH_CHECK_VALUE(
+      store,
+      "[zero.comm] expected a process group with a c10d::Store, got one without (rank ",
+      group->getRank(),
+      " of ",
+      group->getSize(),
+      "); make it with zero::init(), zero::make_gloo_group() or "
+      "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
+  return new_store(store, group->getRank());
+}
+
+void check_choice(double timeout_seconds, const std::string& transport) {
   to_milliseconds(timeout_seconds); // refuses what is no timeout, at one rank too
   TORCH_CHECK_VALUE(
       transport == "auto" || transport == "host" || transport == "group",
       "[zero.comm] expected transport auto, host or group, got ",
       transport);
-  if (!group || group->getSize() == 1) {
-    Communicators communicators;
-    for (int64_t i = 0; i < count; ++i) {
-      communicators.push_back(std::make_shared<LocalCommunicator>());
-    }
-    return communicators;
-  }
+}
+
+Transports make_transports(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    double timeout_seconds,
+    int64_t count,
+    const std::string& transport) {
   const Place place{group->getRank(), group->getSize()};
-  const auto store = group->getStore();
-  TORCH_CHECK_VALUE(
-      store,
-      "[zero.comm] expected a process group with a c10d::Store, got one without (rank ",
-      place.rank,
-      " of ",
-      place.size,
-      "); make it with zero::init(), zero::make_gloo_group() or "
-      "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
   const BlockingScope scope;
-  const auto meeting = new_store(store, place.rank);
+  const auto meeting = new_store(group);
   compare_choices(*meeting, place, transport, timeout_seconds);
   if (transport != "group") {
     std::string why_not;
@@ -132,7 +131,26 @@ Communicators make_communicators(
         place.size,
         "); use transport=\"group\" or \"auto\"");
   }
-  return over_group(store, place, timeout_seconds, count);
+  return over_group(group->getStore(), place, timeout_seconds, count);
+}
+
+Communicators make_communicators(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    double timeout_seconds,
+    int64_t count,
+    const std::string& transport) {
+  check_choice(timeout_seconds, transport);
+  Communicators communicators;
+  if (!group || group->getSize() == 1) {
+    for (int64_t i = 0; i < count; ++i) {
+      communicators.push_back(std::make_shared<LocalCommunicator>());
+    }
+    return communicators;
+  }
+  for (auto& made : make_transports(group, timeout_seconds, count, transport)) {
+    communicators.push_back(std::make_shared<QueuedCommunicator>(std::move(made)));
+  }
+  return communicators;
 }
 
 std::shared_ptr<Communicator> make_communicator(

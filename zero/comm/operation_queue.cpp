@@ -244,22 +244,9 @@ void OperationQueue::recover() {
 
 void OperationQueue::count(Kind kind, int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  const auto add = [bytes](Traffic::Count& count) {
-    count.calls += 1;
-    count.bytes += bytes;
-  };
-  switch (kind) {
-  case Kind::reduce_scatter:
-    return add(traffic_.reduce_scatter);
-  case Kind::all_gather:
-    return add(traffic_.all_gather);
-  case Kind::all_reduce:
-    return add(traffic_.all_reduce);
-  case Kind::broadcast:
-    return add(traffic_.broadcast);
-  case Kind::barrier:
-  case Kind::exchange:
-    return; // control messages
+  if (Traffic::Count* counted = traffic_.of(kind)) {
+    counted->calls += 1;
+    counted->bytes += bytes;
   }
 }
 

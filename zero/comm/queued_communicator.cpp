@@ -36,6 +36,7 @@ OperationHeader make_header(Kind kind, const Tag& tag, const ReduceArguments& ar
 
 QueuedCommunicator::QueuedCommunicator(std::unique_ptr<Transport> transport)
     : place_(transport->place()),
+      shard_place_(transport->shard_place()),
       process_(getpid()),
       queue_(std::make_shared<OperationQueue>(std::move(transport))),
       worker_([queue = queue_] { work_on(*queue); }) {}
@@ -56,7 +57,10 @@ WorkPtr QueuedCommunicator::submit(
     OperationQueue::Run run,
     bool wake) {
   return queue_->submit(
-      {header, describe(static_cast<Kind>(header.kind), tag)}, tag.training, std::move(run), wake);
+      {header, describe(static_cast<Kind>(header.kind), tag), tag.training},
+      tag.training,
+      std::move(run),
+      wake);
 }
 
 WorkPtr QueuedCommunicator::reduce_scatter(
@@ -64,7 +68,7 @@ WorkPtr QueuedCommunicator::reduce_scatter(
     at::Tensor input,
     Reduction reduction,
     Tag tag) {
-  auto arguments = check_reduce_scatter(place_, output, input, reduction, tag);
+  auto arguments = check_reduce_scatter(shard_place_, output, input, reduction, tag);
   const auto header = make_header(Kind::reduce_scatter, tag, arguments);
   return submit(
       header,
@@ -75,7 +79,7 @@ WorkPtr QueuedCommunicator::reduce_scatter(
 }
 
 WorkPtr QueuedCommunicator::all_gather(at::Tensor output, at::Tensor input, Tag tag) {
-  auto arguments = check_all_gather(place_, output, input, tag);
+  auto arguments = check_all_gather(shard_place_, output, input, tag);
   const auto header = make_header(Kind::all_gather, tag, arguments.shard_bytes);
   return submit(
       header,
@@ -86,7 +90,7 @@ WorkPtr QueuedCommunicator::all_gather(at::Tensor output, at::Tensor input, Tag 
 }
 
 WorkPtr QueuedCommunicator::all_reduce(at::Tensor tensor, Reduction reduction, Tag tag) {
-  auto arguments = check_all_reduce(place_, tensor, reduction, tag);
+  auto arguments = check_all_reduce(shard_place_, tensor, reduction, tag);
   const auto header = make_header(Kind::all_reduce, tag, arguments);
   return submit(
       header,
@@ -108,7 +112,8 @@ WorkPtr QueuedCommunicator::broadcast(at::Tensor tensor, int64_t root, Tag tag) 
       });
 }
 
-std::vector<at::Tensor> QueuedCommunicator::exchange(at::Tensor bytes, Tag tag) {
+std::vector<at::Tensor>
+QueuedCommunicator::exchange_by(Exchange exchange, at::Tensor bytes, const Tag& tag) {
   check_exchange(place_, bytes, tag);
   const auto header = make_header(Kind::exchange, tag, bytes.numel());
   // Shared: an operation that fails may outlive this frame's interest in it.
@@ -116,13 +121,21 @@ std::vector<at::Tensor> QueuedCommunicator::exchange(at::Tensor bytes, Tag tag) 
   submit(
       header,
       tag,
-      [messages, bytes = std::move(bytes)](Transport& transport, const Opening& opening) {
-        *messages = transport.exchange(opening, bytes);
+      [messages, exchange, bytes = std::move(bytes)](Transport& transport, const Opening& opening) {
+        *messages = (transport.*exchange)(opening, bytes);
         return int64_t{0};
       },
       /*wake=*/false)
       ->wait();
   return std::move(*messages);
+}
+
+std::vector<at::Tensor> QueuedCommunicator::exchange(at::Tensor bytes, Tag tag) {
+  return exchange_by(&Transport::exchange, std::move(bytes), tag);
+}
+
+std::vector<at::Tensor> QueuedCommunicator::exchange_shards(at::Tensor bytes, Tag tag) {
+  return exchange_by(&Transport::exchange_shards, std::move(bytes), tag);
 }
 
 void QueuedCommunicator::barrier(Tag tag) {
@@ -138,7 +151,12 @@ void QueuedCommunicator::barrier(Tag tag) {
 }
 
 Traffic QueuedCommunicator::traffic() const {
-  return queue_->traffic();
+  const auto by_group = queue_->transport().group_traffic();
+  return by_group ? by_group->shard + by_group->replicate : queue_->traffic();
+}
+
+GroupTraffic QueuedCommunicator::group_traffic() const {
+  return queue_->transport().group_traffic().value_or(GroupTraffic{traffic(), {}});
 }
 
 std::string QueuedCommunicator::transport() const {

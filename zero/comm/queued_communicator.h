@@ -24,14 +24,22 @@ class QueuedCommunicator final : public Communicator {
   int64_t size() const override {
     return place_.size;
   }
+  int64_t shard_rank() const override {
+    return shard_place_.rank;
+  }
+  int64_t shard_size() const override {
+    return shard_place_.size;
+  }
   WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, Reduction reduction, Tag tag)
       override;
   WorkPtr all_gather(at::Tensor output, at::Tensor input, Tag tag) override;
   WorkPtr all_reduce(at::Tensor tensor, Reduction reduction, Tag tag) override;
   WorkPtr broadcast(at::Tensor tensor, int64_t root, Tag tag) override;
   std::vector<at::Tensor> exchange(at::Tensor bytes, Tag tag) override;
+  std::vector<at::Tensor> exchange_shards(at::Tensor bytes, Tag tag) override;
   void barrier(Tag tag) override;
   Traffic traffic() const override;
+  GroupTraffic group_traffic() const override;
   std::string transport() const override;
   std::shared_ptr<memory::BufferSource> buffers() const override;
   bool recovers() const override {
@@ -47,8 +55,11 @@ class QueuedCommunicator final : public Communicator {
  private:
   WorkPtr
   submit(const OperationHeader& header, const Tag& tag, OperationQueue::Run run, bool wake = true);
+  using Exchange = std::vector<at::Tensor> (Transport::*)(const Opening&, const at::Tensor&);
+  std::vector<at::Tensor> exchange_by(Exchange exchange, at::Tensor bytes, const Tag& tag);
 
   const Place place_;
+  const Place shard_place_;
   const int64_t process_; // in a forked child there is no worker
   const std::shared_ptr<OperationQueue> queue_;
   std::thread worker_;

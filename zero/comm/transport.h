@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,12 +23,17 @@ namespace zero::comm {
 struct Opening {
   OperationHeader header;
   std::string description; // for errors
+  bool training = false; // counted in group_traffic()
 };
 
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual Place place() const = 0;
+  // Among the ranks of a replica.
+  virtual Place shard_place() const {
+    return place();
+  }
   // "group (gloo)", "host (threads)": for reports.
   virtual std::string describe() const = 0;
   // See Communicator.
@@ -42,7 +48,15 @@ class Transport {
   virtual int64_t all_reduce(const Opening& opening, const ReduceArguments& arguments) = 0;
   virtual int64_t broadcast(const Opening& opening, const at::Tensor& tensor, int64_t root) = 0;
   virtual std::vector<at::Tensor> exchange(const Opening& opening, const at::Tensor& bytes) = 0;
+  virtual std::vector<at::Tensor> exchange_shards(const Opening& opening, const at::Tensor& bytes) {
+    return exchange(opening, bytes);
+  }
   virtual void barrier(const Opening& opening) = 0;
+
+  // Where a transport of several groups counts for itself. From any thread.
+  virtual std::optional<GroupTraffic> group_traffic() const {
+    return std::nullopt;
+  }
 
   // After an error: tells the peers, and lets nobody touch this rank's buffers any
   // more. What other ranks had to say about it, as a text to append, or nothing.

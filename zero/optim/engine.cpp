@@ -64,7 +64,7 @@ Engine::Impl::Impl(
       pool(
           given.stage == 3 ? std::make_shared<memory::SlabPool>(account, communicator->buffers())
                            : nullptr),
-      table(options, communicator->rank(), communicator->size(), account, communicator->buffers()),
+      table(options, *communicator, account),
       gradients(make_gradients(options, make_context(options, table, communicator, account), pool)),
       state(table, account),
       masters(table, account, options.stage == 0) {
@@ -84,7 +84,7 @@ Engine::Impl::Impl(
         options, table, gathers, pool, &autograd::inside_backward, [this] { recover_if_failed(); });
     autograd::want_use_guard(true);
     memory::keep_heap_small();
-  } else if (options.stage > 0 && communicator->size() > 1) {
+  } else if (options.stage > 0 && communicator->shard_size() > 1) {
     gather = std::make_unique<sharding::ParameterGather>(
         table, communicator, &autograd::want_use_guard, [this] { recover_if_failed(); });
   }

@@ -223,11 +223,14 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
     memory::Usage held;
     memory::Usage peak; // since the last step began
     comm::Traffic traffic; // sent by this rank in training
+    comm::GroupTraffic group_traffic; // the same, by group (zero::Groups)
+    int64_t replicas = 1;
     int64_t steps = 0; // taken
     int64_t nonfinite_steps = 0; // not taken, or raised, because of a gradient ...
     std::string nonfinite_parameter; // ... the last time of this parameter, the first such
     memory::Usage theory_held; // section 3 of docs/design.md, without padding
     int64_t theory_traffic = 0; // per step with one micro-batch, without padding
+    int64_t theory_replicate_traffic = 0; // the part of it between replicas
     int64_t padding = 0; // bytes of padding in parameters' flat buffers
     std::string transport; // how bytes travel: "host (threads)", "group (gloo)" ...
   };

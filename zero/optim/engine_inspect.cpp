@@ -81,7 +81,7 @@ std::vector<at::Tensor> Engine::Impl::parts(int64_t index, const at::Tensor& own
       communicator->size(),
       ")");
   recover_if_failed();
-  return communicator->exchange(
+  return communicator->exchange_shards(
       as_bytes(own),
       {std::string(kNames.at(kind)) + " of parameter '" + entry.parameter.name + "'",
        static_cast<int64_t>(kNames.size()) * index + static_cast<int64_t>(kind),

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <zero/autograd/backward_end.h>
 #include <zero/comm/blocking.h>
@@ -70,11 +71,11 @@ void Engine::Impl::recover_if_failed() {
 // reductions that this rank is not going to join: it gives up, for all.
 void Engine::Impl::meet_after_abandoned_forward() {
   const comm::BlockingScope blocking;
-  const at::Tensor own = at::empty({1}, at::kByte);
-  const at::Tensor all = at::empty({communicator->size()}, at::kByte);
   try {
-    const comm::WorkPtr work = communicator->all_gather(
-        all, own, {"a new forward after one that an exception left", 0, gradients.steps(), false});
+    const comm::WorkPtr work = communicator->all_reduce( // over all, as no gather is
+        at::zeros({communicator->size()}, at::kFloat),
+        {},
+        {"a new forward after one that an exception left", 0, gradients.steps(), false});
     while (!work->done()) {
       if (gathers->behind()) {
         communicator->abort("its forward was left by an exception: see its own error");

@@ -34,9 +34,12 @@ Engine::Report Engine::report() const {
   report.held = impl_->account->held();
   report.peak = impl_->account->peak();
   report.traffic = impl_->communicator->traffic();
+  report.group_traffic = impl_->communicator->group_traffic();
   if (impl_->gathers != impl_->communicator) {
     report.traffic.all_gather = impl_->gathers->traffic().all_gather;
+    report.group_traffic.shard.all_gather = report.traffic.all_gather;
   }
+  report.replicas = impl_->communicator->size() / impl_->communicator->shard_size();
   report.steps = impl_->gradients.steps();
   report.nonfinite_steps = impl_->nonfinite_steps;
   if (impl_->nonfinite_parameter >= 0) {
@@ -80,9 +83,13 @@ std::string Engine::report_table() const {
   sent("all-gather", traffic.all_gather, -1);
   sent("all-reduce", traffic.all_reduce, -1);
   sent("broadcast", traffic.broadcast, -1);
-  const int64_t all = traffic.reduce_scatter.bytes + traffic.all_gather.bytes +
-      traffic.all_reduce.bytes + traffic.broadcast.bytes;
-  sent("together", {0, all}, numbers.theory_traffic);
+  sent("together", {0, traffic.bytes()}, numbers.theory_traffic);
+  if (numbers.replicas > 1) {
+    sent(
+        "between replicas",
+        {0, numbers.group_traffic.replicate.bytes()},
+        numbers.theory_replicate_traffic);
+  }
   return table.str();
 }
 

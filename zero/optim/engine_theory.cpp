@@ -12,7 +12,8 @@ int64_t size_of(c10::ScalarType type) {
 } // namespace
 
 void Engine::Impl::fill_theory(Engine::Report& report) const {
-  const int64_t ranks = communicator->size();
+  const int64_t ranks = communicator->shard_size();
+  const int64_t replicas = communicator->size() / ranks;
   const int64_t stage = options.stage;
   const int64_t gathers = stage < 3 ? 1 : options.reshard_after_forward == "false" ? 1 : 2;
   const auto shared = [&](int64_t bytes, int64_t from_stage) {
@@ -29,6 +30,7 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
   };
   memory::Usage held;
   int64_t sent = 0;
+  int64_t sums = 0; // of gradients, which go from replica to replica unrounded
   for (int64_t i = 0; i < table.size(); ++i) {
     const sharding::ParameterEntry& entry = table.entry(i);
     const int64_t numel = entry.parameter.tensor.numel();
@@ -45,6 +47,7 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
     held.gradients += stage >= 2 ? reduced : computed + (apart && stage == 1 ? reduced / ranks : 0);
     held.gradients += apart && stage == 0 && reduced > computed ? reduced : 0;
     held.optimizer_state += master + state_tensors * (master > 0 ? master : computed);
+    sums += numel * size_of(entry.dtype == at::kDouble ? at::kDouble : at::kFloat);
     sent += numel * wire_size(bucket); // reduce-scattered
     sent += stage == 0 ? reduced : gathers * computed;
   }
@@ -54,7 +57,8 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
   report.theory_held.parameters = shared(held.parameters, 3);
   report.theory_held.gradients = shared(held.gradients, 2);
   report.theory_held.optimizer_state = shared(held.optimizer_state, 1);
-  report.theory_traffic = traffic(sent);
+  report.theory_replicate_traffic = 2 * sums * (replicas - 1) / (ranks * replicas);
+  report.theory_traffic = traffic(sent) + report.theory_replicate_traffic;
 }
 
 } // namespace zero

@@ -107,7 +107,7 @@ void add_bucket(
   }
 }
 
-// [collective] Every rank's sums added up, exactly.
+// [collective] The sums of a replica's ranks added up, exactly; those of others are equal.
 Nonfinite add_ranks(
     std::vector<Sum>& sums,
     int64_t own_nonfinite,
@@ -126,7 +126,7 @@ Nonfinite add_ranks(
   for (const at::Tensor& other :
        communicator.exchange(bytes, {"the gradient norm", 0, step, false})) {
     std::memcpy(messages.data(), other.const_data_ptr(), size);
-    for (size_t g = 0; g < sums.size(); ++g) {
+    for (size_t g = 0; g < sums.size() && rank < communicator.shard_size(); ++g) {
       sums[g].merge(read_sum(messages[g]));
     }
     nonfinite.merge(read_nonfinite(messages.front()), rank++);

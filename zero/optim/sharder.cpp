@@ -10,8 +10,8 @@
 
 namespace zero {
 
-Sharder::Sharder(const Options& options, c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : options_(options), group_(std::move(group)) {
+Sharder::Sharder(const Options& options, Ranks ranks)
+    : options_(options), ranks_(std::move(ranks)) {
   options_.validate();
   TORCH_CHECK_VALUE(
       options_.stage == 3,
@@ -59,8 +59,8 @@ void Sharder::add(torch::nn::Module& module, const std::string& prefix, bool roo
     engine_->add_parameters(std::move(parameters), std::move(buffers), std::move(names));
     return;
   }
-  const auto group = group_ ? group_ : init(options_.timeout);
-  const auto channels = comm::make_communicators(group, options_.timeout, 2, options_.transport);
+  const Ranks ranks = or_launched(ranks_, options_);
+  const auto channels = comm::communicators_of(ranks, options_.timeout, 2, options_.transport);
   Units units{.gathers = channels.back()};
   units.names.insert(units.names.end(), names.begin(), names.end());
   engine_ =

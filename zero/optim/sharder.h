@@ -19,8 +19,8 @@ namespace zero {
 
 class ZERO_API Sharder {
  public:
-  // `options.stage` must be 3; `group` as in ZeroOptimizer. Throws as it does.
-  explicit Sharder(const Options& options, c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+  // `options.stage` must be 3; `ranks` as in ZeroOptimizer. Throws as it does.
+  explicit Sharder(const Options& options, Ranks ranks = {});
 
   // [collective] Shards a module as one unit, with rank 0's values. `name` is what
   // it is called in the whole model ("blocks.3"), the same on every rank; its
@@ -40,7 +40,7 @@ class ZERO_API Sharder {
   void add(torch::nn::Module& module, const std::string& prefix, bool root);
 
   Options options_;
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  Ranks ranks_;
   std::shared_ptr<Engine> engine_;
 };
 

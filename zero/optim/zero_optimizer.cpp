@@ -17,7 +17,6 @@
 namespace zero {
 namespace {
 
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using GroupOf = std::unordered_map<const c10::TensorImpl*, int64_t>;
 
 bool is_ignored(const Options& options, const std::string& name) {
@@ -80,7 +79,7 @@ std::vector<std::string> assign_units(
 std::shared_ptr<Engine> make_engine(
     torch::nn::Module& module,
     const Options& options,
-    const Group& group,
+    const Ranks& ranks,
     const GroupOf* groups) {
   options.validate();
   std::vector<NamedParameter> parameters = parameters_of(module, options, groups);
@@ -92,9 +91,8 @@ std::shared_ptr<Engine> make_engine(
       buffers.emplace_back(item.key(), item.value());
     }
   }
-  const Group ranks = group ? group : init(options.timeout);
-  const auto channels = comm::make_communicators(
-      ranks, options.timeout, options.stage == 3 ? 2 : 1, options.transport);
+  const auto channels = comm::communicators_of(
+      or_launched(ranks, options), options.timeout, options.stage == 3 ? 2 : 1, options.transport);
   Units units{.gathers = channels.back()};
   if (options.stage == 3) {
     units.names = assign_units(module, options, parameters);
@@ -118,10 +116,10 @@ ZeroOptimizer::ZeroOptimizer(
     torch::nn::Module& module,
     const Options& options,
     const Rule& rule,
-    Group group) {
+    const Ranks& ranks) {
   validate(rule);
   rules_->push_back(rule);
-  engine_ = make_engine(module, options, group, nullptr);
+  engine_ = make_engine(module, options, ranks, nullptr);
   lend_rules();
 }
 
@@ -129,7 +127,7 @@ ZeroOptimizer::ZeroOptimizer(
     torch::nn::Module& module,
     const Options& options,
     const std::vector<ParameterGroup>& groups,
-    Group group) {
+    const Ranks& ranks) {
   TORCH_CHECK_VALUE(!groups.empty(), "[zero.optim] expected parameter groups, got none");
   GroupOf group_of;
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -143,7 +141,7 @@ ZeroOptimizer::ZeroOptimizer(
           ")");
     }
   }
-  engine_ = make_engine(module, options, group, &group_of);
+  engine_ = make_engine(module, options, ranks, &group_of);
   lend_rules();
 }
 
@@ -151,12 +149,12 @@ ZeroOptimizer::ZeroOptimizer(
     torch::nn::Module& module,
     const Options& options,
     const ShardOptimizerFactory& factory,
-    Group group) {
+    const Ranks& ranks) {
   TORCH_CHECK_VALUE(
       !options.step_in_backward,
       "[zero.optim] expected a native rule (AdamW, Adam, SGD, Lion) with step_in_backward, got a "
       "torch::optim optimizer, which steps all parameters at once; leave step_in_backward out");
-  engine_ = make_engine(module, options, group, nullptr);
+  engine_ = make_engine(module, options, ranks, nullptr);
   for (int64_t i = 0; i < engine_->parameter_count(); ++i) {
     shards_.push_back(engine_->shard_parameter(i));
   }

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <zero/api.h>
+#include <zero/comm/groups.h>
 #include <zero/comm/init.h>
 #include <zero/optim/engine.h>
 #include <zero/options.h>
@@ -44,25 +45,25 @@ class Sharder;
 // ones once.
 class ZERO_API ZeroOptimizer {
  public:
-  // [collective] `group` null: the group of zero::init(), or one rank without a
-  // launcher. Throws c10::ValueError, TypeError or NotImplementedError, naming
-  // the option or parameter, before any communication.
+  // [collective] `ranks`: a process group (null: that of zero::init(), or one rank
+  // without a launcher), or zero::Groups{.shard = ..., .replicate = ...}. Throws c10::ValueError,
+  // TypeError or NotImplementedError, naming the option or parameter, before any communication.
   ZeroOptimizer(
       torch::nn::Module& module,
       const Options& options,
       const Rule& rule = AdamW{},
-      c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+      const Ranks& ranks = {});
   // Every trainable parameter of the module must be in exactly one group.
   ZeroOptimizer(
       torch::nn::Module& module,
       const Options& options,
       const std::vector<ParameterGroup>& groups,
-      c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+      const Ranks& ranks = {});
   ZeroOptimizer(
       torch::nn::Module& module,
       const Options& options,
       const ShardOptimizerFactory& factory,
-      c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr);
+      const Ranks& ranks = {});
   // Of a module that was sharded piece by piece (<zero/optim/sharder.h>).
   ZeroOptimizer(torch::nn::Module& module, Sharder sharder, const Rule& rule = AdamW{});
   ~ZeroOptimizer();

@@ -29,6 +29,7 @@ GradientBucket BucketReducer::describe(int64_t bucket, const at::Tensor& input) 
   described.gradients = input;
   described.rank = table_.rank();
   described.world_size = table_.world_size();
+  described.shard_range = table_.shard(bucket);
   described.scratch =
       [this, bucket, options = input.options(), numel = input.numel()](c10::ScalarType dtype) {
         memory::Slab& slab = at_bucket(scratch_, bucket);

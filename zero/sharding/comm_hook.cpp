@@ -91,8 +91,7 @@ class FunctionHook final : public CommHook {
 } // namespace
 
 at::Tensor GradientBucket::shard() const {
-  const int64_t numel = gradients.numel() / world_size;
-  return memory::flat_view(gradients, rank * numel, numel);
+  return memory::flat_view(gradients, shard_range.begin, shard_range.size());
 }
 
 void take_finished(
@@ -138,7 +137,7 @@ void take_finished(
       where());
   const at::NoGradGuard no_grad;
   const at::Tensor flat = finished.detach();
-  const at::Tensor own = flat.numel() == part ? flat : flat.narrow(0, bucket.rank * part, part);
+  const at::Tensor own = flat.numel() == part ? flat : flat.narrow(0, bucket.shard_range.begin, part);
   if (addend.defined()) {
     output.copy_(own.to(addend.scalar_type()).add(addend));
   } else {

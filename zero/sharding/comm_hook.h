@@ -16,6 +16,7 @@
 
 #include <zero/api.h>
 #include <zero/comm/communicator.h>
+#include <zero/layout/flat_layout.h>
 
 namespace zero {
 
@@ -29,13 +30,13 @@ struct ZERO_API GradientBucket {
   at::Tensor gradients;
   int64_t rank = 0;
   int64_t world_size = 1;
+  layout::Range shard_range; // of this rank
   // Memory for as many elements as `gradients`, of any value and another dtype, counted
   // as buffers; the hook's until the work that reduce() returned was waited for. Once
   // for each reduction.
   std::function<at::Tensor(c10::ScalarType dtype)> scratch;
 
-  // The part of `gradients` whose sum over ranks this rank is to have: the rank-th of
-  // world_size equal ones.
+  // The part of `gradients` whose sum over all ranks this rank is to have.
   at::Tensor shard() const;
 };
 

@@ -46,20 +46,20 @@ std::string describe(int64_t index, const std::vector<std::string>& names) {
 
 ParameterTable::ParameterTable(
     const Options& options,
-    int64_t rank,
-    int64_t world_size,
-    std::shared_ptr<memory::Account> account,
-    std::shared_ptr<memory::BufferSource> shard_source)
+    const comm::Communicator& communicator,
+    std::shared_ptr<memory::Account> account)
     : sharded_(options.stage == 3),
       bucket_bytes_(sharded_ ? std::min(options.bucket_bytes, kMostOfUnit) : options.bucket_bytes),
       first_bucket_bytes_(sharded_ ? bucket_bytes_ : options.first_bucket_bytes),
       param_dtype_(
           options.param_dtype ? std::optional(dtype_named(*options.param_dtype)) : std::nullopt),
       masters_(options.param_dtype || options.master_dtype),
-      rank_(rank),
-      world_size_(world_size),
+      rank_(communicator.rank()),
+      world_size_(communicator.size()),
+      shard_rank_(communicator.shard_rank()),
+      shard_size_(communicator.shard_size()),
       account_(std::move(account)),
-      shard_source_(std::move(shard_source)) {}
+      shard_source_(communicator.buffers()) {}
 
 void ParameterTable::check_new(const std::vector<NamedParameter>& parameters) const {
   std::unordered_map<const c10::TensorImpl*, int64_t> seen;
@@ -163,7 +163,7 @@ void ParameterTable::lay_out(const std::vector<int64_t>& indices) {
         {tensor.numel(), static_cast<int64_t>(c10::elementSize(entries_[index].dtype)), family});
   }
   layout::FlatLayout flat = layout::make_layout(
-      specs, {world_size_, bucket_bytes_, buckets_.empty() ? first_bucket_bytes_ : bucket_bytes_});
+      specs, {shard_size_, bucket_bytes_, buckets_.empty() ? first_bucket_bytes_ : bucket_bytes_});
   const int64_t first = bucket_count();
   for (layout::Bucket& bucket : flat.buckets) {
     BucketEntry entry;

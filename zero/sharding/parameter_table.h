@@ -14,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <zero/api.h>
+#include <zero/comm/communicator.h>
 #include <zero/layout/flat_layout.h>
 #include <zero/memory/flat_buffer.h>
 #include <zero/memory/slab_view.h>
@@ -57,10 +58,8 @@ class ParameterTable {
  public:
   ParameterTable(
       const Options& options,
-      int64_t rank,
-      int64_t world_size,
-      std::shared_ptr<memory::Account> account,
-      std::shared_ptr<memory::BufferSource> shard_source = nullptr);
+      const comm::Communicator& communicator,
+      std::shared_ptr<memory::Account> account);
 
   // Throws on what cannot be managed, by name; no communication.
   void check_new(const std::vector<NamedParameter>& parameters) const;
@@ -116,7 +115,7 @@ class ParameterTable {
     return entries_[buckets_[bucket].layout.parameters.front()].parameter.group;
   }
   layout::Range shard(int64_t bucket) const {
-    return buckets_[bucket].layout.shard(rank_);
+    return buckets_[bucket].layout.shard(shard_rank_);
   }
   // Elements [begin, begin + numel) of a bucket, which must be held.
   at::Tensor values(int64_t bucket, int64_t begin, int64_t numel) const;
@@ -142,8 +141,10 @@ class ParameterTable {
   const int64_t first_bucket_bytes_;
   const std::optional<c10::ScalarType> param_dtype_;
   const bool masters_; // 16-bit parameters have fp32 masters
-  const int64_t rank_;
+  const int64_t rank_; // for errors
   const int64_t world_size_;
+  const int64_t shard_rank_;
+  const int64_t shard_size_;
   std::shared_ptr<memory::Account> account_;
   std::shared_ptr<memory::BufferSource> shard_source_;
   std::vector<ParameterEntry> entries_;

@@ -1,0 +1,41 @@
+// Sums over what was sent.
+
+#include <zero/comm/communicator.h>
+
+namespace zero::comm {
+
+Traffic::Count* Traffic::of(Kind kind) {
+  switch (kind) {
+  case Kind::reduce_scatter:
+    return &reduce_scatter;
+  case Kind::all_gather:
+    return &all_gather;
+  case Kind::all_reduce:
+    return &all_reduce;
+  case Kind::broadcast:
+    return &broadcast;
+  case Kind::barrier:
+  case Kind::exchange:
+    break; // control messages
+  }
+  return nullptr;
+}
+
+int64_t Traffic::bytes() const {
+  return reduce_scatter.bytes + all_gather.bytes + all_reduce.bytes + broadcast.bytes;
+}
+
+Traffic Traffic::operator+(const Traffic& other) const {
+  Traffic sum = other;
+  const auto add = [](Count& to, const Count& more) {
+    to.calls += more.calls;
+    to.bytes += more.bytes;
+  };
+  add(sum.reduce_scatter, reduce_scatter);
+  add(sum.all_gather, all_gather);
+  add(sum.all_reduce, all_reduce);
+  add(sum.broadcast, broadcast);
+  return sum;
+}
+
+} // namespace zero::comm
