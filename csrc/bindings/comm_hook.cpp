@@ -10,6 +10,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <zero/comm/local_communicator.h>
 #include <zero/sharding/comm_hook.h>
 
 namespace zero::bindings {
@@ -125,17 +126,6 @@ class Future final : public comm::Work {
   std::exception_ptr error_;
 };
 
-class Done final : public comm::Work {
- public:
-  void wait() override {}
-  bool done() const override {
-    return true;
-  }
-  bool settle() noexcept override {
-    return true;
-  }
-};
-
 class PythonHook final : public CommHook {
  public:
   PythonHook(std::string name, py::object callable)
@@ -156,7 +146,7 @@ class PythonHook final : public CommHook {
       py::object result = callable_.get()(bucket);
       if (THPVariable_Check(result.ptr()) || !py::hasattr(result, "wait")) {
         take(bucket, std::move(result), output, reduction.addend);
-        return std::make_shared<Done>();
+        return comm::done_work();
       }
       return std::make_shared<Future>(
           std::move(result), bucket, std::move(output), std::move(reduction.addend));

@@ -258,3 +258,43 @@ def test_a_closure_steps() -> None:
             p -= 0.1 * p.grad
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_a_late_gradient_is_an_error_that_a_checkpoint_mends() -> None:
+    def made(in_backward: bool) -> tuple[nn.Sequential, zero.ZeroOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        settings = {**SMALL, "bucket_bytes": 64, "first_bucket_bytes": 64}  # a parameter each
+        return model, zero.ZeroOptimizer(
+            model, stage=1, lr=0.1, step_in_backward=in_backward, **settings
+        )
+
+    def backward(model: nn.Module, segments: int) -> None:
+        x = torch.ones(4, 5, requires_grad=True)
+        for _ in range(segments):
+            x = checkpoint(model, x, use_reentrant=True)
+        x.sum().backward()
+
+    model, opt = made(True)
+    backward(model, 1)
+    opt.step()
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    with pytest.raises(RuntimeError, match="got another gradient after bucket"):
+        backward(model, 2)
+    opt.zero_grad()
+    words = "load the weights and the optimizer state of a checkpoint"
+    with pytest.raises(RuntimeError, match=words):
+        opt.step()
+    with pytest.raises(RuntimeError, match=words):
+        backward(model, 1)
+    model.load_state_dict(saved[0])
+    opt.load_state_dict(saved[1])
+    backward(model, 1)
+    opt.step()
+    plain, plain_opt = made(False)
+    for _ in range(2):
+        backward(plain, 1)
+        plain_opt.step()
+        plain_opt.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -24,11 +24,6 @@ class DoneWork final : public Work {
   }
 };
 
-WorkPtr done() {
-  static const auto* work = new WorkPtr(std::make_shared<DoneWork>());
-  return *work;
-}
-
 void reduce(const ReduceArguments& arguments) {
   if (arguments.count == 0) {
     return;
@@ -46,6 +41,11 @@ void reduce(const ReduceArguments& arguments) {
 
 } // namespace
 
+WorkPtr done_work() {
+  static const auto* work = new WorkPtr(std::make_shared<DoneWork>());
+  return *work;
+}
+
 WorkPtr LocalCommunicator::reduce_scatter(
     at::Tensor output,
     at::Tensor input,
@@ -53,7 +53,7 @@ WorkPtr LocalCommunicator::reduce_scatter(
     Tag tag) {
   reduce(check_reduce_scatter({}, output, input, reduction, tag));
   traffic_.reduce_scatter.calls += tag.training ? 1 : 0;
-  return done();
+  return done_work();
 }
 
 WorkPtr LocalCommunicator::all_gather(at::Tensor output, at::Tensor input, Tag tag) {
@@ -62,19 +62,19 @@ WorkPtr LocalCommunicator::all_gather(at::Tensor output, at::Tensor input, Tag t
     std::memcpy(arguments.whole, arguments.shard, arguments.shard_bytes);
   }
   traffic_.all_gather.calls += tag.training ? 1 : 0;
-  return done();
+  return done_work();
 }
 
 WorkPtr LocalCommunicator::all_reduce(at::Tensor tensor, Reduction reduction, Tag tag) {
   reduce(check_all_reduce({}, tensor, reduction, tag));
   traffic_.all_reduce.calls += tag.training ? 1 : 0;
-  return done();
+  return done_work();
 }
 
 WorkPtr LocalCommunicator::broadcast(at::Tensor tensor, int64_t root, Tag tag) {
   check_broadcast({}, tensor, root, tag);
   traffic_.broadcast.calls += tag.training ? 1 : 0;
-  return done();
+  return done_work();
 }
 
 std::vector<at::Tensor> LocalCommunicator::exchange(at::Tensor bytes, Tag tag) {

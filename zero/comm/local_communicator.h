@@ -7,6 +7,9 @@
 
 namespace zero::comm {
 
+// What was done when its call returned.
+ZERO_API WorkPtr done_work();
+
 class LocalCommunicator final : public Communicator {
  public:
   int64_t rank() const override {

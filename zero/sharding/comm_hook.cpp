@@ -4,21 +4,11 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <zero/comm/local_communicator.h>
 #include <zero/memory/flat_buffer.h>
 
 namespace zero {
 namespace {
-
-class Done final : public comm::Work {
- public:
-  void wait() override {}
-  bool done() const override {
-    return true;
-  }
-  bool settle() noexcept override {
-    return true;
-  }
-};
 
 class Compress final : public CommHook {
  public:
@@ -80,7 +70,7 @@ class FunctionHook final : public CommHook {
       comm::Reduction reduction,
       comm::Tag /*tag*/) override {
     take_finished(bucket, function_(bucket), output, reduction.addend);
-    return std::make_shared<Done>();
+    return comm::done_work();
   }
 
  private:
