@@ -255,6 +255,33 @@ TEST_CASE("training over a grid goes on after an error on one rank", "[hybrid]")
   }
 }
 
+TEST_CASE("a model is sharded piece by piece over a grid", "[hybrid]") {
+  const Shape shape{2, 2};
+  std::vector<std::vector<State>> weights(4);
+  run_grid(shape, [&](int64_t rank, const zero::Groups& groups) {
+    for (const bool piecewise : {false, true}) {
+      auto model = make_gpt(/*seed=*/rank + 1);
+      std::unique_ptr<zero::ZeroOptimizer> optimizer;
+      if (piecewise) {
+        zero::Sharder sharder(options_of(3), groups);
+        sharder.shard(*model->blocks, "blocks");
+        optimizer = std::make_unique<zero::ZeroOptimizer>(
+            *model, std::move(sharder), zero::SGD{.lr = 1e-2});
+      } else {
+        optimizer = std::make_unique<zero::ZeroOptimizer>(
+            *model, options_of(3), zero::SGD{.lr = 1e-2}, groups);
+      }
+      loss_of(*model, tokens_of(0, rank)).backward();
+      optimizer->step();
+      optimizer->gathered([&] { weights[rank].push_back(weights_of(*model)); });
+    }
+  });
+  for (const auto& own : weights) {
+    REQUIRE(equal(own[0], weights[0][0]));
+    REQUIRE(equal(own[1], weights[0][0]));
+  }
+}
+
 TEST_CASE("options that name groups need the groups", "[hybrid]") {
   auto model = make_gpt();
   const auto error = error_of([&] {

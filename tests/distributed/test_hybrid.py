@@ -171,6 +171,8 @@ def _meshes(rank: int, world: int) -> None:
     opt = zero.ZeroOptimizer(nn.Linear(2, 2), stage=1, process_group=mesh)
     assert (opt._engine.rank, opt._engine.world_size) == (rank, 4)
     assert "groups" in zero.report(opt).as_dict()
+    wrapped = zero.ZeroModule(nn.Linear(8, 4, bias=False), stage=3, process_group=mesh)
+    assert zero.report(wrapped).as_dict()["held"]["parameters"] == 4 * 32 // 2
     assert "groups" not in zero.report(zero.ZeroOptimizer(nn.Linear(2, 2), stage=1)).as_dict()
     with pytest.raises(ValueError, match=r"process_group to be a DeviceMesh of one or two dim.*3"):
         zero.ZeroOptimizer(nn.Linear(2, 2), stage=1, process_group=cube)
