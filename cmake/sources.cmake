@@ -48,6 +48,8 @@ set(ZERO_SOURCES
     zero/optim/engine_gradients.cpp
     zero/optim/engine_hooks.cpp
     zero/optim/engine_inspect.cpp
+    zero/optim/engine_join.cpp
+    zero/optim/engine_join_shadow.cpp
     zero/optim/engine_recovery.cpp
     zero/optim/engine_report.cpp
     zero/optim/engine_theory.cpp
@@ -55,10 +57,13 @@ set(ZERO_SOURCES
     zero/optim/engine_values.cpp
     zero/optim/gradient_norm.cpp
     zero/optim/gradient_stretches.cpp
+    zero/optim/join.cpp
+    zero/optim/join_message.cpp
     zero/optim/loss_scaler.cpp
     zero/optim/native_step.cpp
     zero/optim/nonfinite.cpp
     zero/optim/runs.cpp
+    zero/optim/shard_options.cpp
     zero/optim/sharder.cpp
     zero/optim/step_in_backward.cpp
     zero/optim/zero_optimizer.cpp
@@ -71,6 +76,7 @@ set(ZERO_SOURCES
     zero/sharding/gradients.cpp
     zero/sharding/gradients_end.cpp
     zero/sharding/gradients_step.cpp
+    zero/sharding/gradients_join.cpp
     zero/sharding/gradients_unfreeze.cpp
     zero/sharding/local_sums.cpp
     zero/sharding/master_weights.cpp
@@ -98,6 +104,7 @@ set(ZERO_BINDING_SOURCES
     csrc/bindings/engine.cpp
     csrc/bindings/engine_agreement.cpp
     csrc/bindings/engine_gradients.cpp
+    csrc/bindings/engine_join.cpp
     csrc/bindings/layout.cpp
     csrc/bindings/module.cpp
     csrc/bindings/options.cpp
@@ -116,6 +123,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_host_processes.cpp
     tests/cpp/test_hybrid.cpp
     tests/cpp/test_hybrid_training.cpp
+    tests/cpp/test_join.cpp
     tests/cpp/test_kernels.cpp
     tests/cpp/test_kernels_rules.cpp
     tests/cpp/test_kernels_types.cpp

@@ -178,8 +178,12 @@ void bind_training(EngineClass& engine) {
           "for a non-finite gradient.")
       .def(
           "begin_step",
-          &Engine::begin_step,
-          NoGil(),
+          [](Engine& self, const py::bytes& hyperparameters) {
+            const std::string text = hyperparameters;
+            const py::gil_scoped_release release;
+            return self.begin_step(text);
+          },
+          py::arg("hyperparameters") = py::bytes(),
           "[collective] Opens a step by somebody else's rule: shard_gradient() is final. False: "
           "it is\nleft out on all ranks for a non-finite gradient, and not to be closed.")
       .def(
@@ -359,6 +363,7 @@ void init_engine(py::module_& module) {
   bind_identity(engine);
   bind_training(engine);
   bind_gradients(engine);
+  bind_join(engine);
   bind_units(engine);
   bind_inspection(engine);
   bind_agreement(engine);

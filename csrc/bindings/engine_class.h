@@ -17,5 +17,7 @@ using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 void bind_gradients(EngineClass& engine);
 // What ranks tell each other.
 void bind_agreement(EngineClass& engine);
+// Uneven data.
+void bind_join(EngineClass& engine);
 
 } // namespace zero::bindings

@@ -334,11 +334,15 @@ class Engine:
         """
         [collective] Whether any rank says true.
         """
+    def begin_join(self, over_active: bool) -> None:
+        """
+        [collective] From here on ranks tell each other what they are about to do.
+        """
     def begin_load(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Gives a parameter memory that may be written; end_load() keeps this rank's part.
         """
-    def begin_step(self) -> bool:
+    def begin_step(self, hyperparameters: bytes = b'') -> bool:
         """
         [collective] Opens a step by somebody else's rule: shard_gradient() is final. False: it is
         left out on all ranks for a non-finite gradient, and not to be closed.
@@ -381,6 +385,10 @@ class Engine:
         """
         [collective] Every rank's bytes (one-dimensional uint8, any length), in rank order.
         """
+    def fail_join(self, why: str) -> None:
+        """
+        Ends a join that an exception left: the other ranks raise.
+        """
     def full_gradient(self, index: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor | None:
         """
         [collective at stages 1 to 3] The whole reduced gradient; None when there is none.
@@ -420,6 +428,10 @@ class Engine:
     def join_full_parameter(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Takes part in other ranks' full_parameter(), without a whole one here.
+        """
+    def joining(self) -> bool:
+        """
+        Whether a join is open.
         """
     def leave_forward(self) -> None:
         """
@@ -491,9 +503,10 @@ class Engine:
         """
         False: backward accumulates without traffic.
         """
-    def set_rule_source(self, source: collections.abc.Callable[[], list[AdamW | Adam | SGD | Lion]]) -> None:
+    def shadow_join(self, step: collections.abc.Callable[[bytes], None]) -> None:
         """
-        step_in_backward: asked for the rules, one a group, when a backward opens.
+        [collective] This rank's data has ended: takes part in what the others do until it has
+        on all. `step(hyperparameters)` follows a step by somebody else's rule.
         """
     def shard(self, index: typing.SupportsInt | typing.SupportsIndex, whole: torch.Tensor) -> torch.Tensor:
         """

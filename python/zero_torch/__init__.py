@@ -20,6 +20,7 @@ from .deferred import deferred_init  # noqa: E402
 from .ema import EMA  # noqa: E402
 from .init import init  # noqa: E402
 from .inspect import full_grad, full_param, full_state, gathered, unwrap  # noqa: E402
+from .join import join  # noqa: E402
 from .module import ZeroModule  # noqa: E402
 from .optimizer import ZeroOptimizer  # noqa: E402
 from .report import report  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = [
     "full_state",
     "gathered",
     "init",
+    "join",
     "load_state_dict",
     "optimizer_state_dict",
     "report",

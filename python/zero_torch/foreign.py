@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,7 +39,8 @@ class ForeignRule:
 
     def step(self, groups: Groups) -> None:
         self._copy_hyperparameters(groups)
-        if not self._engine.begin_step():
+        shown = [_scalars(group) for group in groups] if self._engine.joining() else []
+        if not self._engine.begin_step(pickle.dumps(shown)):
             return
         try:
             for index in self._engine.stepping():
@@ -57,6 +59,17 @@ class ForeignRule:
         for outer, inner in zip(groups, self.inner.param_groups, strict=True):
             outer.update({key: inner[key] for key in outer if key not in _NOT_HYPERPARAMETERS})
         self._account()
+
+    def follow(self, groups: Groups, hyperparameters: bytes) -> None:
+        """A step that other ranks take, with their hyper-parameters.
+
+        ``groups`` keep their own, but for what the class itself changes in them.
+        """
+        theirs = pickle.loads(hyperparameters)
+        stepped = [{**own, **given} for own, given in zip(groups, theirs, strict=True)]
+        self.step(stepped)
+        for own, given, after in zip(groups, theirs, stepped, strict=True):
+            own.update({key: after[key] for key in given if after[key] is not given[key]})
 
     def add_group(self, group: dict[str, Any]) -> None:
         lent = self._lend_group(len(self.inner.param_groups), group)
@@ -177,6 +190,15 @@ class ForeignRule:
         if self._is_split(key, value):
             return self._engine.shard(index, value)
         return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _scalars(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that are plain values, or tensors of one element (a learning rate)."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in _hyperparameters(group).items()
+        if isinstance(value, bool | int | float | str | tuple | list | torch.Tensor | None)
+    }
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,8 @@ class ShardedGradient(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = _HANDLERS.get(func)
+        if handler not in (None, _alias):
+            _refuse_in_join(func, _first(args, kwargs))
         result = NotImplemented if handler is None or kwargs else handler(func, args)
         if result is NotImplemented:
             _first(args, kwargs)._refuse(str(func))
@@ -124,6 +126,26 @@ def install(engine: _C.Engine) -> None:
         dtype = torch.float32 if engine.has_master(index) else parameter.dtype
         stand_ins.append(ShardedGradient(reference, index, name, parameter, dtype))
     engine.set_gradient_stand_ins(stand_ins)
+
+
+def _refuse_in_join(func: Any, gradient: ShardedGradient) -> None:
+    """A rank whose data has ended would not do the same to its part."""
+    if not gradient._live_engine(str(func)).joining():
+        return
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        refuse_scaler()
+    raise NotImplementedError(
+        f"gradient of parameter '{gradient._name}': {func} inside zero.join is not built, because "
+        "ranks whose data has ended could not follow; use optimizer.clip_grad_norm_, "
+        "clip_grad_value_ or zero_grad, or scale the loss"
+    )
+
+
+def refuse_scaler() -> NoReturn:
+    raise NotImplementedError(
+        "torch.amp.GradScaler inside zero.join is not built: the scale of a rank whose data has "
+        "ended would stand still; train without one, in bfloat16 or float32"
+    )
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any] | None) -> ShardedGradient:

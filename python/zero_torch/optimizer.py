@@ -169,10 +169,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._rule.step(self.param_groups)
         return loss
 
+    def _follow_step(self, hyperparameters: bytes) -> None:
+        """A step that other ranks take by a torch.optim class, inside a join."""
+        assert isinstance(self._rule, ForeignRule)
+        with torch.no_grad():
+            self._rule.follow(self.param_groups, hyperparameters)
+
     def _unscaled(self) -> bool:
         """Whether to step, after what GradScaler leaves to an optimizer that scales for itself."""
         stepping.refuse_scaler(self._live, self)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and self._live.joining():
+            self.__dict__.pop("grad_scale")
+            self.__dict__.pop("found_inf")
+            gradients.refuse_scaler()
         if found_inf is not None and found_inf.item() > 0:
             return False
         if scale is not None:

@@ -28,6 +28,10 @@ inline std::string_view without_prefix(std::string_view text) {
   return text.substr(0, kPrefix.size()) == kPrefix ? text.substr(kPrefix.size()) : text;
 }
 
+// What a rank that stays away, or does something else, may have lacked.
+inline constexpr const char* kUnevenData =
+    "; ranks that run out of batches at different steps train inside zero.join";
+
 inline std::string first_line(std::string_view text) {
   return std::string(text.substr(0, text.find('\n')));
 }

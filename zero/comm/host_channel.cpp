@@ -223,7 +223,8 @@ void HostChannel::check_peers(Counter counter, int64_t target) const {
         rank(),
         " of ",
         size(),
-        " was waiting); it ended or failed first: see its own error");
+        " was waiting); it ended or failed first: see its own error",
+        kUnevenData);
   }
 }
 
@@ -239,7 +240,8 @@ void HostChannel::fail_dead(int64_t peer) const {
       rank(),
       " of ",
       size(),
-      " was waiting); see its own output, or the kernel's log if it ran out of memory");
+      " was waiting); see its own output, or the kernel's log if it ran out of memory",
+      kUnevenData);
 }
 
 void HostChannel::fail_late(Counter counter, int64_t target) const {
@@ -276,7 +278,8 @@ void HostChannel::fail_late(Counter counter, int64_t target) const {
       meanwhile,
       "; see whether rank ",
       late,
-      " failed, is stuck or takes another path, or raise the timeout");
+      " failed, is stuck or takes another path, or raise the timeout",
+      kUnevenData);
 }
 
 const char* HostChannel::view(int64_t peer, uint64_t address, int64_t bytes, char* scratch) const {

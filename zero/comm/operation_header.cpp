@@ -8,6 +8,8 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <zero/comm/error_text.h>
+
 namespace zero::comm {
 namespace {
 
@@ -140,7 +142,8 @@ std::string describe_mismatch(
       " is in ",
       describe(right, left),
       "; every rank must run the same operations in the same order and with the same sizes: look "
-      "for a branch in the model or the training loop that only some ranks take");
+      "for a branch in the model or the training loop that only some ranks take",
+      kUnevenData);
 }
 
 } // namespace zero::comm

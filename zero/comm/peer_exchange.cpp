@@ -272,7 +272,8 @@ void PeerExchange::fail(const Transfer& transfer, const std::string& cause, bool
         size_,
         " was waiting); see whether rank ",
         peer,
-        " failed, is stuck or takes another path, or raise the timeout");
+        " failed, is stuck or takes another path, or raise the timeout",
+        kUnevenData);
   }
   if (const auto why = last_words(peer); !why.empty()) {
     TORCH_CHECK_WITH(
@@ -290,7 +291,9 @@ void PeerExchange::fail(const Transfer& transfer, const std::string& cause, bool
       rank_,
       " of ",
       size_,
-      "); it ended or failed first: see its own error [",
+      "); it ended or failed first: see its own error",
+      kUnevenData,
+      " [",
       first_line(cause),
       "]");
 }

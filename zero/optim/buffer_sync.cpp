@@ -39,7 +39,7 @@ int64_t fingerprint(const std::vector<NamedBuffer>& buffers) {
   return print.value();
 }
 
-// A rank's values differ from rank 0's, at `bytes`.
+// A buffer's values differ from those at `bytes`.
 void take(const NamedBuffer& buffer, const at::Tensor& dense, void* bytes) {
   const at::Tensor source = at::from_blob(bytes, dense.sizes(), dense.options());
   if (buffer.statistics) {
@@ -54,6 +54,7 @@ void take(const NamedBuffer& buffer, const at::Tensor& dense, void* bytes) {
 void sync_buffers(
     const std::vector<NamedBuffer>& buffers,
     comm::Communicator& communicator,
+    int64_t root,
     int64_t step) {
   if (communicator.size() == 1 || buffers.empty()) {
     return;
@@ -67,7 +68,7 @@ void sync_buffers(
   }
   const at::Tensor message = at::empty({size}, at::kByte);
   auto* bytes = message.mutable_data_ptr<uint8_t>();
-  if (communicator.rank() == 0) {
+  if (communicator.rank() == root) {
     for (const at::Tensor& values : dense) {
       std::memcpy(bytes, values.const_data_ptr(), values.nbytes());
       bytes += values.nbytes();
@@ -76,12 +77,12 @@ void sync_buffers(
   communicator
       .broadcast(
           message,
-          0,
+          root,
           {std::to_string(buffers.size()) + " buffers (" + buffers.front().name + " ...)",
            fingerprint(buffers),
            step})
       ->wait();
-  if (communicator.rank() == 0) {
+  if (communicator.rank() == root) {
     return;
   }
   for (size_t i = 0; i < buffers.size(); ++i) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Rank 0's values of a model's buffers on all ranks, in one broadcast.
+// One rank's values of a model's buffers on all ranks, in one broadcast.
 
 #include <cstdint>
 #include <string>
@@ -22,11 +22,12 @@ struct NamedBuffer {
 
 namespace optim {
 
-// [collective] What differs from rank 0's bits becomes it. Ranks whose buffers have
-// other names, shapes or dtypes get an error of the communicator.
+// [collective] What differs from the bits of rank `root` becomes it. Ranks whose buffers
+// have other names, shapes or dtypes get an error of the communicator.
 void sync_buffers(
     const std::vector<NamedBuffer>& buffers,
     comm::Communicator& communicator,
+    int64_t root,
     int64_t step);
 
 } // namespace optim

@@ -63,6 +63,10 @@ void EMA::require_weights(const char* operation) const {
 
 void EMA::update() {
   require_weights("update()");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !engine_->joining(),
+      "[zero.optim] EMA::update() inside zero.join is not built: a rank whose data has ended "
+      "would not update its part; update after the join, or average once an epoch");
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> averages;
   std::vector<at::Tensor> values;

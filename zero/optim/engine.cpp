@@ -1,4 +1,4 @@
-#include <zero/optim/engine_impl.h>
+#include <zero/optim/engine_join.h>
 
 #include <utility>
 
@@ -100,7 +100,7 @@ Engine::Impl::~Impl() {
 }
 
 void Engine::Impl::before_accumulate(int64_t index) {
-  if (communicator->recoverable() && gradients.idle()) {
+  if (!join && communicator->recoverable() && gradients.idle()) {
     recover();
   }
   const int64_t backward = gradients.before_accumulate(index);
@@ -109,6 +109,9 @@ void Engine::Impl::before_accumulate(int64_t index) {
   }
   if (parameters && !gradients.order_known()) {
     gradients.expect_order(parameters->backward_order());
+  }
+  if (join && gradients.reduces()) {
+    join->announce({.action = optim::JoinAction::backward});
   }
   const std::weak_ptr<Impl> self = weak_from_this();
   autograd::at_end_of_backward(
@@ -153,21 +156,16 @@ void Engine::Impl::settle_values() {
   table.reattach();
 }
 
-void Engine::Impl::settle() {
+void Engine::Impl::settle(const optim::JoinMessage& action) {
   settle_values();
-  gradients.flush();
-  gradients.import_assigned();
-}
-
-// At stage 3 nobody can write to parameters but where masters follow at once.
-void Engine::Impl::refresh_masters() {
-  if (parameters) {
-    return;
+  if (join) {
+    join->announce(action);
+  } else {
+    gradients.flush();
   }
-  for (int64_t b = 0; b < table.bucket_count(); ++b) {
-    if (masters.has(b)) {
-      masters.refresh(b, masters.range(b));
-    }
+  gradients.import_assigned();
+  if (join) {
+    join->share();
   }
 }
 
@@ -280,10 +278,16 @@ bool Engine::requires_gradient_sync() const {
   return impl_->gradients.sync();
 }
 
-bool Engine::begin_step() {
+bool Engine::begin_step(const std::string& hyperparameters) {
+  return open_step(/*native=*/false, hyperparameters);
+}
+
+bool Engine::open_step(bool native, const std::string& hyperparameters) {
   impl_->require_own_values("step()");
   impl_->account->mark();
-  impl_->settle();
+  impl_->settle(
+      {.action = native ? optim::JoinAction::step : optim::JoinAction::foreign_step,
+       .text = hyperparameters});
   impl_->gradients.require_untorn();
   if (impl_->options.sync_buffers) {
     impl_->sync_buffers();
@@ -302,7 +306,7 @@ bool Engine::step(const std::vector<Rule>& rules) {
   for (const Rule& rule : rules) {
     validate(rule);
   }
-  if (!begin_step()) {
+  if (!open_step(/*native=*/true, impl_->join ? optim::pack(rules) : std::string())) {
     return false;
   }
   for (int64_t b = 0; b < impl_->table.bucket_count(); ++b) {
@@ -379,7 +383,7 @@ void Engine::wait_parameters() {
 }
 
 void Engine::synchronize() {
-  impl_->settle();
+  impl_->settle({.action = optim::JoinAction::synchronize});
 }
 
 void Engine::account_foreign_state(int64_t bytes) {

@@ -85,6 +85,19 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   void set_requires_gradient_sync(bool sync);
   bool requires_gradient_sync() const;
 
+  // Uneven data: what zero::join and zero_torch.join are made of (zero/optim/join.h).
+  // [collective] From here on ranks tell each other what they are about to do, so that
+  // those whose data has ended take part with nothing of their own. Reductions are
+  // divided by the number of ranks that contribute, or by that of all ranks.
+  void begin_join(bool over_active);
+  bool joining() const;
+  // [collective] This rank's data has ended: takes part in what the others do until it
+  // has ended on all. `step` is called where they take a step by somebody else's rule,
+  // with what they gave to begin_step(). Throws, on all ranks, where one can't go on.
+  void shadow_join(const std::function<void(const std::string& hyperparameters)>& step);
+  // Instead: this rank was left by an exception, and the others throw.
+  void fail_join(const std::string& why) noexcept;
+
   // [collective] One optimizer step by native rules, one rule a group. False: left
   // out on all ranks, because a gradient is not finite and on_nonfinite is "skip".
   bool step(const std::vector<Rule>& rules);
@@ -92,7 +105,8 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   // [collective] A step by somebody else's rule: between the two calls, the
   // caller updates shard_parameter() from shard_gradient() for each parameter
   // in stepping(). False: as of step(), and end_step() must not be called.
-  bool begin_step();
+  // `hyperparameters`: what ranks that only take part need inside a join.
+  bool begin_step(const std::string& hyperparameters = {});
   void end_step();
   // Parameters that have a gradient and a part on this rank.
   std::vector<int64_t> stepping();
@@ -242,7 +256,9 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   struct Impl;
+  class JoinState;
   explicit Engine(std::shared_ptr<Impl> impl);
+  bool open_step(bool native, const std::string& hyperparameters);
   std::shared_ptr<Impl> impl_;
 };
 

@@ -113,7 +113,7 @@ void Engine::add_parameters(
     std::vector<std::pair<std::string, at::Tensor>> buffers,
     std::vector<std::string> new_units) {
   const c10::InferenceMode normal(false);
-  impl_->settle();
+  impl_->settle({.action = optim::JoinAction::other, .text = "add_param_group"});
   if (impl_->parameters) {
     impl_->parameters->before_step(); // a unit may grow
   }

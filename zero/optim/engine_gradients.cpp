@@ -1,7 +1,7 @@
 // Engine's gradients between backward and step: norms, clipping, unscaling, and
 // what becomes of a step whose gradients are not finite.
 
-#include <zero/optim/engine_impl.h>
+#include <zero/optim/engine_join.h>
 
 #include <cmath>
 #include <cstring>
@@ -13,6 +13,9 @@
 #include <zero/optim/nonfinite.h>
 
 namespace zero {
+
+using optim::JoinAction;
+
 namespace {
 
 // As torch.nn.utils.clip_grad_norm_ scales.
@@ -58,12 +61,15 @@ void Engine::Impl::count_nonfinite(int64_t parameter) {
 }
 
 void Engine::zero_grad(bool set_to_none) {
+  if (impl_->join) {
+    impl_->join->zero_grad(set_to_none);
+  }
   impl_->gradients.zero(set_to_none);
 }
 
 double Engine::grad_norm(double norm_type) {
   impl_->require_gradients("grad_norm");
-  impl_->settle();
+  impl_->settle({.action = JoinAction::norm, .arguments = {norm_type}});
   return optim::gradient_norms(
              impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type})
       .values.front();
@@ -71,7 +77,7 @@ double Engine::grad_norm(double norm_type) {
 
 std::vector<double> Engine::grad_norms(double norm_type) {
   impl_->require_gradients("grad_norms");
-  impl_->settle();
+  impl_->settle({.action = JoinAction::norms, .arguments = {norm_type}});
   return optim::gradient_norms(
              impl_->table,
              impl_->gradients,
@@ -82,7 +88,9 @@ std::vector<double> Engine::grad_norms(double norm_type) {
 
 double Engine::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   impl_->require_gradients("clip_grad_norm_");
-  impl_->settle();
+  impl_->settle(
+      {.action = JoinAction::clip_norm,
+       .arguments = {max_norm, norm_type, error_if_nonfinite ? 1.0 : 0.0}});
   const optim::GradientNorms norms =
       optim::gradient_norms(impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type});
   const double norm = norms.values.front();
@@ -103,13 +111,15 @@ double Engine::clip_grad_norm(double max_norm, double norm_type, bool error_if_n
 void Engine::clip_grad_value(double clip_value) {
   impl_->require_gradients("clip_grad_value_");
   TORCH_CHECK_VALUE(clip_value >= 0.0, "[zero.optim] expected clip_value >= 0, got ", clip_value);
-  impl_->settle();
+  impl_->settle({.action = JoinAction::clip_value, .arguments = {clip_value}});
   optim::clamp_gradients(impl_->table, impl_->gradients, clip_value);
 }
 
 double Engine::divide_gradients(double divisor, bool across_ranks) {
   impl_->require_gradients("divide_grad_");
-  impl_->settle();
+  impl_->settle(
+      {.action = JoinAction::divide,
+       .arguments = {across_ranks ? 0.0 : divisor, across_ranks ? 1.0 : 0.0}});
   if (across_ranks) {
     at::Tensor own = at::empty({static_cast<int64_t>(sizeof(double))}, at::kByte);
     std::memcpy(own.mutable_data_ptr(), &divisor, sizeof(double));
@@ -142,7 +152,8 @@ double Engine::divide_gradients(double divisor, bool across_ranks) {
 
 int64_t Engine::unscale(double factor) {
   impl_->require_gradients("unscaling gradients (a loss scaler)");
-  impl_->settle();
+  impl_->refuse_scaler();
+  impl_->settle({.action = JoinAction::other, .text = "unscale"});
   return optim::scale_and_find_nonfinite(
              impl_->table, impl_->gradients, *impl_->communicator, factor)
       .parameter;
@@ -150,7 +161,8 @@ int64_t Engine::unscale(double factor) {
 
 Engine::Clipped Engine::unscale_and_clip(double factor, double max_norm, double norm_type) {
   impl_->require_gradients("unscaling gradients (a loss scaler)");
-  impl_->settle();
+  impl_->refuse_scaler();
+  impl_->settle({.action = JoinAction::other, .text = "unscale_and_clip"});
   const optim::GradientNorms norms = optim::gradient_norms(
       impl_->table, impl_->gradients, *impl_->communicator, {.p = norm_type, .factor = factor});
   if (!norms.nonfinite) {

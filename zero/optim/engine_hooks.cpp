@@ -33,6 +33,7 @@ void Engine::register_comm_hook(std::shared_ptr<CommHook> hook) {
       " of ",
       communicator.size(),
       "); register it before or after");
+  impl_->announce("register_comm_hook");
   impl_->recover_if_failed();
   const auto names = communicator.exchange(
       bytes_of(hook ? c10::str("'", hook->name(), "'") : "none"),

@@ -11,6 +11,7 @@
 
 #include <zero/autograd/accumulate_hooks.h>
 #include <zero/optim/engine.h>
+#include <zero/optim/join_message.h>
 #include <zero/optim/nonfinite.h>
 #include <zero/sharding/gradients.h>
 #include <zero/sharding/master_weights.h>
@@ -49,8 +50,12 @@ struct Engine::Impl final : autograd::AccumulateListener,
   void meet_after_abandoned_forward();
   // Parameters in place and there; not inside backward.
   void settle_values();
-  // The same, and gradients reduced and taken in.
-  void settle();
+  // The same, and gradients reduced and taken in. `action`: what is about to be done, for
+  // a join.
+  void settle(const optim::JoinMessage& action);
+  // Says so where nothing has to be settled.
+  void announce(const char* action);
+  void refuse_scaler() const; // inside a join
   void sync_buffers();
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
   void publish(int64_t bucket);
@@ -106,6 +111,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   std::vector<std::string> unit_names;
   std::mutex recovery; // one thread at a time
   std::atomic<bool> forward_abandoned = false;
+  std::unique_ptr<JoinState> join; // while one is open
   bool unsharded = false; // by unshard_all()
   bool released = false; // by release_parameters()
   std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter

@@ -81,6 +81,7 @@ std::vector<at::Tensor> Engine::Impl::parts(int64_t index, const at::Tensor& own
       communicator->size(),
       ")");
   recover_if_failed();
+  announce(kNames.at(kind));
   return communicator->exchange_shards(
       as_bytes(own),
       {std::string(kNames.at(kind)) + " of parameter '" + entry.parameter.name + "'",
@@ -118,7 +119,7 @@ at::Tensor Engine::Impl::unshard(int64_t index, const at::Tensor& own, Part part
 }
 
 at::Tensor Engine::full_parameter(int64_t index) {
-  impl_->settle();
+  impl_->settle({.action = optim::JoinAction::inspect, .text = "full_param"});
   impl_->refresh_master(index);
   const sharding::ParameterEntry& entry = impl_->checked(index);
   if (!impl_->parameters && !has_master(index)) {
@@ -152,7 +153,7 @@ void Engine::load_master(int64_t index, const at::Tensor& whole) {
 }
 
 void Engine::join_full_parameter(int64_t index) {
-  impl_->settle();
+  impl_->settle({.action = optim::JoinAction::inspect, .text = "full_param"});
   impl_->refresh_master(index);
   if (impl_->parameters || (has_master(index) && impl_->options.stage > 0)) {
     impl_->parts(index, impl_->exact_values(index, impl_->owned(index)), Impl::Part::value);
@@ -161,7 +162,7 @@ void Engine::join_full_parameter(int64_t index) {
 
 at::Tensor Engine::full_gradient(int64_t index) {
   impl_->checked(index);
-  impl_->settle();
+  impl_->settle({.action = optim::JoinAction::inspect, .text = "full_grad"});
   return impl_->gradients.has_gradient(index)
       ? impl_->unshard(index, shard_gradient(index), Impl::Part::gradient)
       : at::Tensor();
@@ -208,6 +209,7 @@ std::map<std::string, at::Tensor> Engine::full_state(int64_t index) {
 }
 
 void Engine::make_trainable(const std::vector<int64_t>& indices) {
+  impl_->announce("load_state_dict");
   const c10::InferenceMode normal(false);
   std::vector<bool> trainable(impl_->table.size());
   for (const int64_t index : indices) {
@@ -257,7 +259,7 @@ void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tens
 }
 
 void Engine::broadcast_parameters(const std::vector<int64_t>& indices, int64_t root) {
-  impl_->settle();
+  impl_->settle({.action = optim::JoinAction::other, .text = "gathered(writeback=True)"});
   const std::vector<int64_t> units = impl_->units_of(indices);
   for (const int64_t unit : units) {
     TORCH_CHECK(
@@ -281,6 +283,7 @@ void Engine::broadcast_parameters(const std::vector<int64_t>& indices, int64_t r
 }
 
 void Engine::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
+  impl_->announce("load_state_dict");
   for (const at::Tensor& tensor : tensors) {
     impl_->broadcast(tensor, root, "a tensor");
   }
@@ -288,6 +291,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
 
 std::vector<at::Tensor> Engine::exchange(const at::Tensor& bytes) {
   impl_->recover_if_failed();
+  impl_->announce("state_dict");
   return impl_->communicator->exchange(
       bytes, {"a Python value", -1, impl_->gradients.steps(), false});
 }

@@ -1,7 +1,7 @@
 // After an error on some rank: on a transport that can start anew, the ranks give
 // up what they were in, agree on what is left, and go on.
 
-#include <zero/optim/engine_impl.h>
+#include <zero/optim/engine_join.h>
 
 #include <algorithm>
 #include <chrono>
@@ -56,8 +56,8 @@ std::vector<bool> trainable_anywhere(
 } // namespace
 
 void Engine::Impl::recover_if_failed() {
-  if (autograd::inside_backward()) {
-    return;
+  if (autograd::inside_backward() || join) {
+    return; // a join that failed does not go on
   }
   if (communicator->recoverable() || gathers->recoverable()) {
     forward_abandoned = false;

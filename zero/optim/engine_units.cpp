@@ -106,6 +106,7 @@ void Engine::reshard_all() {
 
 void Engine::begin_load(int64_t index) {
   if (impl_->parameters && impl_->checked(index).flat) {
+    impl_->announce("load_state_dict");
     impl_->parameters->begin_load(index);
   }
 }
@@ -118,7 +119,7 @@ void Engine::end_load(int64_t index) {
 }
 
 void Engine::release_parameters() {
-  impl_->settle();
+  impl_->settle({.action = optim::JoinAction::other, .text = "release"});
   impl_->hooks.clear();
   if (impl_->parameters) {
     for (int64_t unit = 0; unit < impl_->parameters->unit_count(); ++unit) {

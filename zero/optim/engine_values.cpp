@@ -1,7 +1,7 @@
-// Engine's values that change outside of a step: buffers that follow rank 0's, and
-// parameters that stand aside for others.
+// Engine's values that change outside of a step: what users write to parameters, buffers
+// that follow one rank's, and parameters that stand aside for others.
 
-#include <zero/optim/engine_impl.h>
+#include <zero/optim/engine_join.h>
 
 #include <utility>
 
@@ -20,7 +20,19 @@ void Engine::Impl::sync_buffers() {
     }
   }
   recover_if_failed();
-  optim::sync_buffers(current, *communicator, gradients.steps());
+  optim::sync_buffers(current, *communicator, join ? join->source() : 0, gradients.steps());
+}
+
+// At stage 3 nobody can write to parameters but where masters follow at once.
+void Engine::Impl::refresh_masters() {
+  if (parameters) {
+    return;
+  }
+  for (int64_t b = 0; b < table.bucket_count(); ++b) {
+    if (masters.has(b)) {
+      masters.refresh(b, masters.range(b));
+    }
+  }
 }
 
 void Engine::Impl::require_own_values(const char* where) const {
@@ -40,6 +52,9 @@ void Engine::set_buffers(std::function<std::vector<NamedBuffer>()> source) {
 }
 
 void Engine::sync_buffers() {
+  if (impl_->join) {
+    impl_->join->announce({.action = optim::JoinAction::buffers});
+  }
   impl_->sync_buffers();
 }
 
@@ -62,6 +77,7 @@ void Engine::Impl::publish_replaced(int64_t bucket) {
 void Engine::swap_values(std::vector<at::Tensor>& values, bool away) {
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal(false);
+  impl_->announce("EMA's swap");
   impl_->settle_values();
   if (impl_->parameters) {
     reshard_all();

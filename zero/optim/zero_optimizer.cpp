@@ -12,6 +12,7 @@
 #include <zero/comm/communicator.h>
 #include <zero/layout/units.h>
 #include <zero/nn/module_tree.h>
+#include <zero/optim/shard_options.h>
 #include <zero/optim/sharder.h>
 
 namespace zero {
@@ -187,7 +188,7 @@ bool ZeroOptimizer::step() {
 }
 
 bool ZeroOptimizer::step_shards() {
-  if (!engine_->begin_step()) {
+  if (!engine_->begin_step(engine_->joining() ? optim::pack_options(*inner_) : std::string())) {
     return false;
   }
   for (at::Tensor& shard : shards_) {
@@ -202,6 +203,11 @@ bool ZeroOptimizer::step_shards() {
   inner_->step();
   engine_->end_step();
   return true;
+}
+
+void ZeroOptimizer::follow_step(const std::string& hyperparameters) {
+  const optim::OptionsScope theirs(*inner_, hyperparameters);
+  step_shards();
 }
 
 void ZeroOptimizer::zero_grad(bool set_to_none) {

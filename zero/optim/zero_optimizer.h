@@ -37,6 +37,7 @@ struct ParameterGroup {
 using ShardOptimizerFactory =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> shards)>;
 
+class Join;
 class Sharder;
 
 // Shards the training of a torch::nn::Module in place and steps it. The module
@@ -133,8 +134,11 @@ class ZERO_API ZeroOptimizer {
   Engine& engine();
 
  private:
+  friend class Join;
   bool step_shards();
   void lend_rules();
+  // A step that other ranks take, with their hyper-parameters.
+  void follow_step(const std::string& hyperparameters);
 
   std::shared_ptr<Engine> engine_;
   // Shared with the engine, which reads them with step_in_backward.

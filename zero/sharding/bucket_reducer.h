@@ -14,13 +14,19 @@ namespace zero::sharding {
 
 class BucketReducer {
  public:
-  // Sums over ranks are divided by `divisor`.
+  // Sums over ranks are divided by `divisor`, which a join changes.
   BucketReducer(
       ParameterTable& table,
       std::shared_ptr<comm::Communicator> communicator,
       const std::shared_ptr<memory::Account>& account,
       double divisor);
 
+  void set_divisor(double divisor) {
+    divisor_ = divisor;
+  }
+  double divisor() const {
+    return divisor_;
+  }
   // Null: none.
   void set_hook(std::shared_ptr<CommHook> hook) {
     hook_ = std::move(hook);
@@ -54,7 +60,7 @@ class BucketReducer {
 
   ParameterTable& table_;
   const std::shared_ptr<comm::Communicator> communicator_;
-  const double divisor_;
+  double divisor_;
   std::shared_ptr<CommHook> hook_;
   memory::SlabPool pool_;
   std::vector<memory::Slab> scratch_; // by bucket

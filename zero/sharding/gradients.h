@@ -103,6 +103,30 @@ class GradientManager {
   BucketReducer& reducer() const {
     return *context_.reducer;
   }
+
+  // Of joins, where a rank may have nothing to contribute (gradients_join.cpp).
+  // What reductions are divided by from now on, and whose order of launches all adopt.
+  void set_reduction(double divisor, int64_t source);
+  double divisor() const {
+    return context_.reducer->divisor();
+  }
+  // Whether the backward that is open reduces.
+  bool reduces() const;
+  // Whether this rank has accumulated something that was not reduced. Throws what made
+  // gradients unusable.
+  bool unreduced();
+  // The order of launches; empty once the ranks have agreed on it.
+  std::vector<int64_t> launch_order() const;
+  // [collective] Reduces what is local, and zeros where nothing is. `order`: as
+  // launch_order() gives it on the rank that is followed.
+  void reduce_all(const std::vector<int64_t>& order);
+  // By parameter: whether it has a gradient.
+  std::vector<uint8_t> presence() const;
+  // Reduced gradients that the others let go of are let go of.
+  void follow_presence(const std::vector<uint8_t>& theirs);
+  // [collective, stage 0] Rank `root`'s gradients, of the parameters that have one there.
+  void share(int64_t root, const std::vector<uint8_t>& theirs);
+
   int64_t steps() const {
     return steps_;
   }
@@ -200,6 +224,7 @@ class GradientManager {
   bool stepped_ = false; // some bucket was, since the last step
   bool torn_ = false;
   std::deque<int64_t> launched_; // eager: not handed on yet, in order of their launch
+  int64_t order_source_ = 0; // the rank whose order is adopted
 };
 
 } // namespace zero::sharding

@@ -140,7 +140,7 @@ GradientManager::Agreement GradientManager::agree() {
     }
   }
   if (order_bytes > 0) {
-    const auto* first = messages.front().const_data_ptr<uint8_t>() + used_bytes + late_bytes;
+    const auto* first = messages[order_source_].const_data_ptr<uint8_t>() + used_bytes + late_bytes;
     std::memcpy(order_.data(), first, order_bytes);
     order_adapted_ = true;
   }

@@ -85,6 +85,11 @@ void ParameterManager::set_gather_always(bool always) {
   always_ = always;
 }
 
+void ParameterManager::on_gather(GatherNotice notice) {
+  const std::lock_guard lock(mutex_);
+  on_gather_ = std::move(notice);
+}
+
 const std::string& ParameterManager::name(int64_t unit) const {
   return units_[unit]->name;
 }
@@ -192,6 +197,9 @@ void ParameterManager::start(int64_t unit, bool training) {
       continue;
     }
     const int64_t bucket = started.buckets[b];
+    if (on_gather_) {
+      on_gather_(bucket, steps_, training);
+    }
     const BucketEntry& entry = table_.bucket(bucket);
     memory::Slab slab = pool_->take(entry.layout.numel, entry.options);
     started.works[b] = communicator_->all_gather(

@@ -49,6 +49,10 @@ class ParameterManager {
   void enter_forward();
   void leave_forward() noexcept;
 
+  // Called before each gather of a bucket, under the manager's lock.
+  using GatherNotice = std::function<void(int64_t bucket, int64_t step, bool training)>;
+  void on_gather(GatherNotice notice);
+
   // All gradients of a bucket have come.
   void gradients_complete(int64_t bucket);
   void end_backward();
@@ -150,6 +154,7 @@ class ParameterManager {
   std::shared_ptr<memory::SlabPool> pool_;
   std::function<bool()> inside_backward_;
   std::function<void()> before_use_;
+  GatherNotice on_gather_;
   const int64_t process_; // a forked child must not gather with its parent's peers
 
   mutable std::mutex mutex_;
