@@ -265,8 +265,34 @@ def _goes_on(rank: int, world: int, stage: int) -> None:
     _against(opt, model, gradients)
 
 
+def _learns(rank: int, world: int, stage: int) -> None:
+    """Training goes on after a join in which one rank had no batch, or no step was taken."""
+    model, opt = (
+        _sgd(stage, units=[torch.nn.Linear], min_unit_numel=0) if stage == 3 else _sgd(stage)
+    )
+    with zero.join(opt):
+        for batch in range(2 * (rank == 0)):
+            mlp_loss(model, rank, batch).backward()
+            opt.step()
+            opt.zero_grad()
+    with zero.join(opt):
+        if rank == 1:
+            mlp_loss(model, rank, 0).detach()
+    for batch in (2, 3):
+        mlp_loss(model, rank, batch).backward()
+        opt.step()
+        opt.zero_grad()
+
+    def gradients(plain: Any, step: int) -> Any:
+        if step < 2:
+            return _grads(plain, (0, step))
+        return [g / 2 for g in _grads(plain, (0, step), (1, step))] if step < 4 else None
+
+    _against(opt, model, gradients)
+
+
 def test_several_optimizers_and_what_comes_after() -> None:
-    run(at_each_stage, 2, _several, _goes_on)
+    run(at_each_stage, 2, _several, _goes_on, _learns)
 
 
 def _in_bfloat16(rank: int, world: int, stage: int) -> None:

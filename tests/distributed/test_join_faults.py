@@ -125,26 +125,44 @@ def test_a_rank_that_dies_is_named(transport: str) -> None:
         run(_dies, 2, transport, limit_s=60)
 
 
-def _disagree(rank: int, world: int) -> None:
+def _disagree(rank: int, world: int, transport: str) -> None:
     for stage in range(4):
-        model, opt = _make(stage, "group")
+        for early in (False, True):
+            model, opt = _make(stage, transport)
 
-        def body(model: nn.Module = model, opt: zero.ZeroOptimizer = opt) -> None:
-            with zero.join(opt):
-                if rank == 2:
-                    return
-                mlp_loss(model, rank).backward()
-                if rank == 0:
-                    opt.clip_grad_norm_(1.0)
-                opt.step()
+            def body(
+                model: nn.Module = model, opt: zero.ZeroOptimizer = opt, early: bool = early
+            ) -> None:
+                with zero.join(opt):
+                    if rank == 2:
+                        return
+                    if rank == 0 or not early:
+                        mlp_loss(model, rank).backward()
+                    if rank == 0:
+                        opt.clip_grad_norm_(1.0)
+                    opt.step()
 
-        message = _message(body)
-        for part in ("rank 0", "clip_grad_norm_", "rank 1", "step"):
-            assert part in message, (stage, part, message)
+            message = _message(body)
+            parts = ["rank 0", "rank 1"]
+            if stage < 3 or not early:  # else rank 0 waits for a gather, and rank 1 for it
+                parts += ["a backward" if early else "clip_grad_norm_", "step"]
+            if stage == 3 and early:
+                continue
+            if rank < 2 or transport == "group":
+                assert all(part in message for part in parts), (stage, early, message)
+            assert not opt._live.joining()
+            opt.zero_grad()
+            _step(model, opt, rank)  # goes on
+            for p in model.parameters():
+                whole = zero.full_param(p)
+                every = [torch.empty_like(whole) for _ in range(world)]
+                torch.distributed.all_gather(every, whole)
+                assert all(torch.equal(whole, other) for other in every)
 
 
-def test_active_ranks_that_do_different_things_are_named_with_both() -> None:
-    run(_disagree, 3, limit_s=90)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_active_ranks_that_do_different_things_are_named_with_both(transport: str) -> None:
+    run(_disagree, 3, transport, limit_s=90)
 
 
 def _refused(rank: int, world: int) -> None:

@@ -110,9 +110,6 @@ void Engine::Impl::before_accumulate(int64_t index) {
   if (parameters && !gradients.order_known()) {
     gradients.expect_order(parameters->backward_order());
   }
-  if (join && gradients.reduces()) {
-    join->announce({.action = optim::JoinAction::backward});
-  }
   const std::weak_ptr<Impl> self = weak_from_this();
   autograd::at_end_of_backward(
       [self, backward] {
@@ -129,6 +126,9 @@ void Engine::Impl::before_accumulate(int64_t index) {
           alive->communicator->abort("its backward was left by an exception: see its own error");
         }
       });
+  if (join && gradients.reduces()) {
+    join->announce({.action = optim::JoinAction::backward});
+  }
 }
 
 void Engine::Impl::after_accumulate(int64_t index) {

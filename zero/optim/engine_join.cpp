@@ -63,6 +63,7 @@ Engine::JoinState::JoinState(Impl& impl, bool over_active)
 Engine::JoinState::~JoinState() {
   if (impl_.parameters) {
     impl_.parameters->on_gather(nullptr);
+    impl_.parameters->discard(); // what this rank learned in its own forwards, others did not
   }
   impl_.gradients.set_reduction(divisor_before_, 0);
   impl_.forward_abandoned = false;
