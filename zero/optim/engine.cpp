@@ -123,7 +123,9 @@ void Engine::Impl::before_accumulate(int64_t index) {
       [self, backward] {
         if (const auto alive = self.lock()) {
           alive->gradients.abandon(backward);
-          alive->communicator->abort("its backward was left by an exception: see its own error");
+          if (!alive->join || !alive->join->broken()) {
+            alive->communicator->abort("its backward was left by an exception: see its own error");
+          }
         }
       });
   if (join && gradients.reduces()) {

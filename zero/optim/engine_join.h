@@ -38,6 +38,10 @@ class Engine::JoinState {
   int64_t source() const {
     return round_.source;
   }
+  // All ranks know already that it can't go on.
+  bool broken() const {
+    return broken_;
+  }
 
   // As Engine's.
   void shadow(Engine& engine, const ForeignStep& step);
