@@ -91,15 +91,15 @@ void GradientManager::send_usage(int64_t bucket) {
   const at::NoGradGuard no_grad;
   const BucketEntry& entry = table_.bucket(bucket);
   const auto count = static_cast<int64_t>(entry.layout.parameters.size());
-  const at::Tensor usage = at::zeros({table_.world_size() * count}, at::kByte);
-  const at::Tensor own = memory::flat_view(usage, table_.rank() * count, count);
-  auto* flags = own.mutable_data_ptr<uint8_t>();
+  const int64_t ranks = communicator_->shard_size(); // of which reductions take a multiple
+  const at::Tensor usage = at::zeros({(count + ranks - 1) / ranks * ranks}, at::kFloat);
+  auto* flags = usage.mutable_data_ptr<float>();
   for (int64_t i = 0; i < count; ++i) {
-    flags[i] = slots_[entry.layout.parameters[i]].contributed ? 1 : 0;
+    flags[i] = slots_[entry.layout.parameters[i]].contributed ? 1.0F : 0.0F;
   }
   buckets_[bucket].usage = usage;
-  buckets_[bucket].usage_work = communicator_->all_gather(
-      usage, own, {"the use of the parameters of " + entry.what, bucket, steps_, false});
+  buckets_[bucket].usage_work = communicator_->all_reduce(
+      usage, {}, {"the use of the parameters of " + entry.what, bucket, steps_, false});
   launched_.push_back(bucket);
 }
 
@@ -108,9 +108,9 @@ void GradientManager::step_reduced(int64_t bucket) {
   std::exchange(reduced.usage_work, nullptr)->wait();
   const auto count = static_cast<int64_t>(table_.bucket(bucket).layout.parameters.size());
   std::vector<char> used(count);
-  const auto* flags = reduced.usage.const_data_ptr<uint8_t>();
-  for (int64_t i = 0; i < reduced.usage.numel(); ++i) {
-    used[i % count] |= static_cast<char>(flags[i]);
+  const auto* flags = reduced.usage.const_data_ptr<float>();
+  for (int64_t i = 0; i < count; ++i) {
+    used[i] = flags[i] > 0.0F ? 1 : 0;
   }
   reduced.usage.reset();
   step_bucket(bucket, used);
