@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Engine', 'FlatLayout', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'exchange_texts', 'launch_environment', 'make_layout', 'make_units', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'compress_bf16', 'compress_fp16', 'exchange_texts', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -309,6 +309,49 @@ class Groups:
     """
     def __init__(self, shard: torch.distributed.distributed_c10d.ProcessGroup, replicate: torch.distributed.distributed_c10d.ProcessGroup) -> None:
         ...
+class GradientBucket:
+    """
+    What a comm hook is given: a bucket of gradients that is about to be reduced.
+    """
+    @property
+    def dtype(self) -> torch.dtype:
+        """
+        Of `gradients`.
+        """
+    @property
+    def gradients(self) -> torch.Tensor:
+        """
+        This rank's whole gradient, not divided: one-dimensional, contiguous, zeros in the
+        padding. It may be overwritten.
+        """
+    @property
+    def index(self) -> int:
+        """
+        The bucket's number.
+        """
+    @property
+    def names(self) -> list[str]:
+        """
+        Of its parameters, in order of memory.
+        """
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def shard(self) -> torch.Tensor:
+        """
+        The part of `gradients` that this rank is to have reduced, sharing its memory.
+        """
+    @property
+    def world_size(self) -> int:
+        ...
+class CommHook:
+    """
+    What replaces the reduction of a gradient bucket.
+    """
+    @property
+    def name(self) -> str:
+        ...
 class Engine:
     """
     What carries a model through training; one per model.
@@ -503,6 +546,10 @@ class Engine:
         """
         False: backward accumulates without traffic.
         """
+    def set_rule_source(self, source: collections.abc.Callable[[], list[AdamW | Adam | SGD | Lion]]) -> None:
+        """
+        step_in_backward: asked for the rules, one a group, when a backward opens.
+        """
     def shadow_join(self, step: collections.abc.Callable[[bytes], None]) -> None:
         """
         [collective] This rank's data has ended: takes part in what the others do until it has
@@ -629,6 +676,14 @@ class UnitHook:
         ...
     def __reduce_ex__(self, protocol: typing.Any) -> typing.Any:
         ...
+def compress_bf16() -> CommHook:
+    """
+    fp32 gradients travel in bfloat16, summed in fp32.
+    """
+def compress_fp16() -> CommHook:
+    """
+    fp32 gradients travel in float16, divided before they are rounded, summed in fp32.
+    """
 def exchange_texts(group: torch.distributed.distributed_c10d.ProcessGroup, text: str, timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> list[str]:
     """
     [collective] Every rank's text, in rank order, through the group's store.

@@ -21,7 +21,8 @@ std::string describe(const Options& options) {
   line << "options: stage " << options.stage << ", bucket_bytes " << options.bucket_bytes
        << ", first_bucket_bytes " << options.first_bucket_bytes << ", average " << options.average
        << ", transport " << options.transport << ", on_nonfinite " << options.on_nonfinite
-       << ", step_in_backward " << options.step_in_backward << ", sync_buffers " << options.sync_buffers;
+       << ", step_in_backward " << options.step_in_backward << ", sync_buffers "
+       << options.sync_buffers;
   if (options.stage == 3) {
     line << ", prefetch " << options.prefetch << ", reshard_after_forward "
          << options.reshard_after_forward << ", max_live_numel "

@@ -127,7 +127,8 @@ void take_finished(
       where());
   const at::NoGradGuard no_grad;
   const at::Tensor flat = finished.detach();
-  const at::Tensor own = flat.numel() == part ? flat : flat.narrow(0, bucket.shard_range.begin, part);
+  const at::Tensor own =
+      flat.numel() == part ? flat : flat.narrow(0, bucket.shard_range.begin, part);
   if (addend.defined()) {
     output.copy_(own.to(addend.scalar_type()).add(addend));
   } else {
