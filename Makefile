@@ -29,9 +29,9 @@ TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/kernels
 TIDY_FLAGS = --quiet --extra-arg=-idirafter$(dir $(shell g++ -print-file-name=include/omp.h)) \
   --extra-arg=-Wno-deprecated-declarations --extra-arg=-Wno-unknown-pragmas
 
-.PHONY: build dependencies catch2 train train-cpp test quick bench sanitize lint stubs format clean
+.PHONY: build dependencies system-packages train train-cpp test quick bench sanitize lint stubs format clean
 
-build: dependencies catch2
+build: dependencies system-packages
 	$(PYTHON) setup.py -q build_ext --inplace
 	@if ! [ $(VENV)/.editable -nt setup.py -a $(VENV)/.editable -nt pyproject.toml ]; then \
 	  $(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . && touch $(VENV)/.editable; \
@@ -51,11 +51,16 @@ dependencies: $(PYTHON)
 $(PYTHON):
 	python3 -m venv $(VENV)
 
-catch2:
-	@if ! compgen -G '/usr/include/catch2/catch*.hpp' > /dev/null && \
-	    ! compgen -G '/usr/local/include/catch2/catch*.hpp' > /dev/null; then \
-	  [ "$$(id -u)" = 0 ] || { echo "Catch2 is missing: sudo apt-get install catch2" >&2; exit 1; }; \
-	  apt-get install -y -q catch2 || { apt-get update -q && apt-get install -y -q catch2; }; \
+# Catch2 for the C++ tests, nlohmann/json for the library's build.
+system-packages:
+	@missing=; \
+	has() { for folder in /usr/include /usr/local/include; do \
+	  if compgen -G "$$folder/$$1" > /dev/null; then return 0; fi; done; return 1; }; \
+	has 'catch2/catch*.hpp' || missing="$$missing catch2"; \
+	has nlohmann/json.hpp || missing="$$missing nlohmann-json3-dev"; \
+	if [ -n "$$missing" ]; then \
+	  [ "$$(id -u)" = 0 ] || { echo "packages are missing: sudo apt-get install$$missing" >&2; exit 1; }; \
+	  apt-get install -y -q $$missing || { apt-get update -q && apt-get install -y -q $$missing; }; \
 	fi
 
 train: build
@@ -77,7 +82,7 @@ quick: build
 bench: build
 	$(PYTHON) benchmarks/run.py $(ARGS)
 
-sanitize: dependencies catch2
+sanitize: dependencies system-packages
 	PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B $(SANITIZED) -DZERO_SANITIZE=$(SANITIZE) \
 	  -DZERO_BUILD_PYTHON=OFF -DZERO_BUILD_EXAMPLES=OFF -DPython3_EXECUTABLE=$(abspath $(PYTHON))
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) --parallel $${MAX_JOBS:-$$(nproc)}

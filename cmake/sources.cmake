@@ -5,6 +5,27 @@ set(ZERO_SOURCES
     zero/autograd/backward_end.cpp
     zero/autograd/operation_traits.cpp
     zero/autograd/use_guard.cpp
+    zero/checkpoint/checkpoint.cpp
+    zero/checkpoint/checksum.cpp
+    zero/checkpoint/data_files.cpp
+    zero/checkpoint/directory.cpp
+    zero/checkpoint/dtypes.cpp
+    zero/checkpoint/files.cpp
+    zero/checkpoint/json_text.cpp
+    zero/checkpoint/load.cpp
+    zero/checkpoint/manifest.cpp
+    zero/checkpoint/manifest_json.cpp
+    zero/checkpoint/parts.cpp
+    zero/checkpoint/parts_json.cpp
+    zero/checkpoint/permute.cpp
+    zero/checkpoint/plan.cpp
+    zero/checkpoint/rotation.cpp
+    zero/checkpoint/rules_json.cpp
+    zero/checkpoint/safetensors_header.cpp
+    zero/checkpoint/safetensors_reader.cpp
+    zero/checkpoint/safetensors_writer.cpp
+    zero/checkpoint/save.cpp
+    zero/checkpoint/together.cpp
     zero/comm/arguments.cpp
     zero/comm/blocking.cpp
     zero/comm/collectives.cpp
@@ -52,6 +73,7 @@ set(ZERO_SOURCES
     zero/optim/engine_join_shadow.cpp
     zero/optim/engine_recovery.cpp
     zero/optim/engine_report.cpp
+    zero/optim/engine_stored.cpp
     zero/optim/engine_theory.cpp
     zero/optim/engine_units.cpp
     zero/optim/engine_values.cpp
@@ -98,6 +120,7 @@ set(ZERO_KERNEL_SOURCES
 set(ZERO_KERNEL_VARIANT_SOURCE csrc/kernels/kernels_impl.cpp)
 
 set(ZERO_BINDING_SOURCES
+    csrc/bindings/checkpoint.cpp
     csrc/bindings/comm.cpp
     csrc/bindings/ema.cpp
     csrc/bindings/comm_hook.cpp
@@ -111,6 +134,10 @@ set(ZERO_BINDING_SOURCES
     csrc/bindings/unit_hook.cpp)
 
 set(ZERO_TEST_SOURCES
+    tests/cpp/test_checkpoint.cpp
+    tests/cpp/test_checkpoint_manifest.cpp
+    tests/cpp/test_checkpoint_parts.cpp
+    tests/cpp/test_checkpoint_plan.cpp
     tests/cpp/test_comm.cpp
     tests/cpp/test_comm_faults.cpp
     tests/cpp/test_ema.cpp
@@ -134,7 +161,9 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_mixed.cpp
     tests/cpp/test_parity.cpp
     tests/cpp/test_rules.cpp
+    tests/cpp/test_save_load.cpp
     tests/cpp/test_stage3.cpp
+    tests/cpp/test_safetensors.cpp
     tests/cpp/test_step_in_backward.cpp
     tests/cpp/test_units.cpp)
 # The program that test_host_processes starts.

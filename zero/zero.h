@@ -2,6 +2,7 @@
 
 // Everything that a program needs: #include <zero/zero.h>, link zero::zero.
 
+#include <zero/checkpoint/checkpoint.h>
 #include <zero/comm/groups.h>
 #include <zero/comm/init.h>
 #include <zero/optim/ema.h>

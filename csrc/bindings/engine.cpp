@@ -282,6 +282,16 @@ void bind_inspection(EngineClass& engine) {
           py::arg("index"),
           "Whether the parameter computes in 16 bits and has an fp32 master.")
       .def(
+          "is_flat",
+          &Engine::is_flat,
+          py::arg("index"),
+          "Whether it lies in flat buffers; what was frozen when it came does not, below stage 3.")
+      .def(
+          "step_count",
+          &Engine::step_count,
+          py::arg("index"),
+          "Steps of native rules that it has taken.")
+      .def(
           "is_trainable",
           &Engine::is_trainable,
           py::arg("index"),

@@ -10,10 +10,10 @@ namespace {
 // (name, buffer, whether it is a running statistic).
 using NamedBuffers = std::vector<std::tuple<std::string, at::Tensor, bool>>;
 
-void set_buffers(Engine& engine, std::function<NamedBuffers()> source) {
-  engine.set_buffers([source = std::move(source)] {
+void set_buffers(Engine& engine, std::function<py::object()> source) {
+  engine.set_buffers([call = called_with_gil<NamedBuffers>(std::move(source))] {
     std::vector<NamedBuffer> buffers;
-    for (auto& [name, tensor, statistics] : source()) {
+    for (auto& [name, tensor, statistics] : call()) {
       buffers.push_back({name, tensor, statistics});
     }
     return buffers;

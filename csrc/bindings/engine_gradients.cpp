@@ -64,7 +64,9 @@ void bind_gradients(EngineClass& engine) {
           "ValueError on all ranks when they name different hooks.")
       .def(
           "set_rule_source",
-          &Engine::set_rule_source,
+          [](Engine& self, std::function<py::object()> source) {
+            self.set_rule_source(called_with_gil<std::vector<Rule>>(std::move(source)));
+          },
           py::arg("source"),
           "step_in_backward: asked for the rules, one a group, when a backward opens.")
       .def(

@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'compress_bf16', 'compress_fp16', 'exchange_texts', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Checkpoint', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'PART_BYTES', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'compress_bf16', 'compress_fp16', 'exchange_texts', 'latest_checkpoint', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'save_checkpoint', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -464,6 +464,10 @@ class Engine:
         """
         The index of a managed parameter; -1 for any other tensor.
         """
+    def is_flat(self, index: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether it lies in flat buffers; what was frozen when it came does not, below stage 3.
+        """
     def is_trainable(self, index: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """
         Whether it has a gradient and state: was not frozen, or a backward reached it since.
@@ -533,7 +537,7 @@ class Engine:
         """
         Ends unshard_all().
         """
-    def set_buffers(self, source: collections.abc.Callable[[], list[tuple[str, torch.Tensor, bool]]]) -> None:
+    def set_buffers(self, source: collections.abc.Callable[[], typing.Any]) -> None:
         """
         Which buffers sync_buffers() is about, asked for at each call: (name, buffer, whether it is
         a running statistic).
@@ -546,7 +550,7 @@ class Engine:
         """
         False: backward accumulates without traffic.
         """
-    def set_rule_source(self, source: collections.abc.Callable[[], list[AdamW | Adam | SGD | Lion]]) -> None:
+    def set_rule_source(self, source: collections.abc.Callable[[], typing.Any]) -> None:
         """
         step_in_backward: asked for the rules, one a group, when a backward opens.
         """
@@ -572,6 +576,10 @@ class Engine:
         """
         [collective] One step by native rules, one rule a group. False: left out on all ranks
         for a non-finite gradient.
+        """
+    def step_count(self, index: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        Steps of native rules that it has taken.
         """
     def stepping(self) -> list[int]:
         """
@@ -664,6 +672,41 @@ class EMA:
     @updates.setter
     def updates(self, arg1: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
+class Checkpoint:
+    """
+    An open checkpoint.
+    """
+    def __init__(self, directory: str, engine: Engine | None) -> None:
+        """
+        [collective] Reads the manifest.
+        """
+    def load_model(self, engine: Engine | None, loose: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], strict: bool, verify: bool) -> tuple[list[str], list[str]]:
+        """
+        [collective] Parameters and buffers; (missing, unexpected) names.
+        """
+    def load_native_state(self, engine: Engine, steps: collections.abc.Mapping[str, typing.SupportsInt | typing.SupportsIndex], verify: bool) -> None:
+        """
+        [collective] State of native rules, by the steps of each parameter's name.
+        """
+    def read_state(self, engine: Engine, index: typing.SupportsInt | typing.SupportsIndex, state: str) -> torch.Tensor:
+        """
+        The part of a state tensor that this rank steps.
+        """
+    def state_of(self, parameter: str) -> list[str]:
+        ...
+    def verify_state(self, engine: Engine | None) -> None:
+        """
+        [collective] Compares the checksums of state.
+        """
+    @property
+    def extra(self) -> str:
+        ...
+    @property
+    def optimizer(self) -> str:
+        ...
+    @property
+    def scalars(self) -> str:
+        ...
 class UnitHook:
     """
     A forward hook of a unit's module.
@@ -688,6 +731,8 @@ def exchange_texts(group: torch.distributed.distributed_c10d.ProcessGroup, text:
     """
     [collective] Every rank's text, in rank order, through the group's store.
     """
+def latest_checkpoint(parent: str) -> str | None:
+    ...
 def launch_environment() -> LaunchEnvironment | None:
     """
     What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.
@@ -708,7 +753,14 @@ def python_comm_hook(name: str, callable: typing.Any) -> CommHook:
     """
     A hook from `callable(bucket)`, which gives the finished gradient, or a future of it.
     """
+def save_checkpoint(directory: str, engine: Engine | None, native_state: bool, loose: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], foreign: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, torch.Tensor]], tied: collections.abc.Sequence[tuple[str, str]], texts: tuple[str, str, str], keep_last: typing.SupportsInt | typing.SupportsIndex, part_bytes: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    [collective] Writes a checkpoint. `loose`: (name, tensor, whether it is a parameter) of what the
+    engine does not hold; `foreign`: (index, name, this rank's part) of state outside of it;
+    `texts`: JSON of the optimizer, of scalars and of the user's extra.
+    """
 def validate_rule(rule: AdamW | Adam | SGD | Lion) -> None:
     """
     Raises ValueError naming the hyper-parameter and its allowed range.
     """
+PART_BYTES: int = 4294967296

@@ -14,6 +14,7 @@ from . import _abi
 
 _abi.check()
 
+from .checkpoint import latest, load, save  # noqa: E402
 from .comm_hooks import GradientBucket  # noqa: E402
 from .config import ZeroConfig  # noqa: E402
 from .deferred import deferred_init  # noqa: E402
@@ -39,9 +40,12 @@ __all__ = [
     "gathered",
     "init",
     "join",
+    "latest",
+    "load",
     "load_state_dict",
     "optimizer_state_dict",
     "report",
+    "save",
     "state_dict",
     "unwrap",
 ]

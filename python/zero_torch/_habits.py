@@ -41,8 +41,8 @@ _OF_MODULES = {
     # DeepSpeed
     "backward": "call loss.backward()",
     "step": "call optimizer.step()",
-    "save_checkpoint": "use zero_torch.state_dict(model) and optimizer_state_dict(optimizer)",
-    "load_checkpoint": "use zero_torch.load_state_dict(model, state_dict)",
+    "save_checkpoint": "use zero_torch.save(directory, model, optimizer)",
+    "load_checkpoint": "use zero_torch.load(directory, model, optimizer)",
     "is_gradient_accumulation_boundary": "call step() when the step is due; backwards add up",
     "get_global_grad_norm": "use optimizer.grad_norm(), or what clip_grad_norm_() returns",
 }

@@ -99,6 +99,60 @@ class ForeignRule:
 
     def load_states(self, states: dict[int, State], groups: Groups) -> None:
         """Replaces all state: what ``states`` lacks is cleared. No communication."""
+        parts = {
+            index: {name: self._part_of(index, name, value) for name, value in state.items()}
+            for index, state in states.items()
+        }
+        self._load_parts(parts, groups)
+
+    def kind(self) -> str:
+        """What a checkpoint calls it."""
+        return self._cls.__name__
+
+    def shards(self) -> list[tuple[int, str, torch.Tensor]]:
+        """(index, name, this rank's part) of state that is split like its parameter."""
+        return [
+            (index, key, value)
+            for index, part in sorted(self._parts.items())
+            for key, value in self.inner.state.get(part, {}).items()
+            if self._is_split(key, value)
+        ]
+
+    def scalars(self) -> dict[str, State]:
+        """State that is not split, by parameter name, of all ranks. Collective."""
+        return {
+            self._engine.parameter(index)[0]: {
+                key: value for key, (dtype, value) in kinds.items() if dtype is None
+            }
+            for index, kinds in sorted(self._kinds().items())
+        }
+
+    def check_saved(self, states: dict[str, list[str]], scalars: dict[str, State]) -> None:
+        """Anything may be this class's state: it looks at it in its own load_state_dict."""
+
+    def load_saved(
+        self,
+        checkpoint: _C.Checkpoint,
+        states: dict[str, list[str]],
+        scalars: dict[str, State],
+        groups: Groups,
+    ) -> None:
+        """Replaces all state by a checkpoint's, of which each rank reads its part."""
+        parts: dict[int, State] = {}
+        for index in range(self._engine.parameter_count()):
+            name = self._engine.parameter(index)[0]
+            values: State = {
+                key: torch.tensor(value, dtype=torch.float32)
+                for key, value in scalars.get(name, {}).items()
+            }
+            for key in states.get(name, []):
+                values[key] = checkpoint.read_state(self._engine, index, key)
+            if values:
+                parts[index] = values
+        self._load_parts(parts, groups)
+
+    def _load_parts(self, states: dict[int, State], groups: Groups) -> None:
+        """``load_states`` of what is this rank's already."""
         self._copy_hyperparameters(groups)
         for index in states:
             shard = self._engine.shard_parameter(index)
@@ -113,10 +167,7 @@ class ForeignRule:
             for part, key in zip(inner_group["params"], packed_group["params"], strict=True):
                 index = order[id(part)]
                 if index in states:
-                    loaded[key] = {
-                        name: self._part_of(index, name, value)
-                        for name, value in states[index].items()
-                    }
+                    loaded[key] = states[index]
         self.inner.load_state_dict({"state": loaded, "param_groups": packed["param_groups"]})
         self._account()
 

@@ -127,6 +127,44 @@ class NativeRule:
                     f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
                 )
 
+    def kind(self) -> str:
+        """What a checkpoint calls it."""
+        return self._name
+
+    def shards(self) -> list[tuple[int, str, torch.Tensor]]:
+        """(index, name, this rank's part) of state that lies outside the engine: none."""
+        return []
+
+    def scalars(self) -> dict[str, State]:
+        """State that is not split, by parameter name."""
+        counts = {
+            self._engine.parameter(index)[0]: self._engine.step_count(index)
+            for index in range(self._engine.parameter_count())
+        }
+        return {name: {"step": count} for name, count in counts.items() if count > 0}
+
+    def check_saved(self, states: dict[str, list[str]], scalars: dict[str, State]) -> None:
+        """Raises ValueError for names of state tensors, by parameter, that are another rule's."""
+        allowed = rule_names(self._name)
+        for name, found in states.items():
+            if set(found) - allowed:
+                raise ValueError(
+                    f"state of parameter '{name}': expected {', '.join(sorted(allowed))} for "
+                    f"optimizer='{self._name}', got {', '.join(found)}"
+                )
+
+    def load_saved(
+        self,
+        checkpoint: _C.Checkpoint,
+        states: dict[str, list[str]],
+        scalars: dict[str, State],
+        groups: Groups,
+    ) -> None:
+        """Replaces all state by a checkpoint's. Collective."""
+        steps = {name: 1 for name, found in states.items() if found}  # torch's SGD counts none
+        steps |= {name: int(state["step"]) for name, state in scalars.items() if "step" in state}
+        checkpoint.load_native_state(self._engine, steps, False)
+
     def load_states(self, states: dict[int, State], groups: Groups) -> None:
         """Replaces all state: what ``states`` lacks is cleared. No communication."""
         for index in range(self._engine.parameter_count()):
@@ -134,6 +172,14 @@ class NativeRule:
             self._engine.load_full_state(
                 index, {key: torch.as_tensor(value) for key, value in state.items()}
             )
+
+
+# ---- checkpoints
+
+
+def rule_names(name: str) -> set[str]:
+    """Names of the state tensors that a native rule may have."""
+    return {*_STATE[name], _MAXIMUM} - {"step"}
 
 
 def _rule(name: str, group: dict[str, Any]) -> CppRule:

@@ -183,7 +183,7 @@ def _names_from_elsewhere(rank: int, world: int, stage: int) -> None:
         ("clip_grad_norm_", "optimizer.clip_grad_norm_"),
         ("set_modules_to_forward_prefetch", "prefetch"),
         ("backward", "loss.backward"),
-        ("save_checkpoint", "state_dict"),
+        ("save_checkpoint", "zero_torch.save"),
     ):
         assert not hasattr(model, name)
         with pytest.raises(AttributeError, match=f"{name}.*{remedy}"):

@@ -38,6 +38,15 @@ struct Units {
   std::vector<int64_t> order = {};
 };
 
+// Elements [begin, begin + values.numel()) of a parameter in its memory order: of its
+// value (its master, where it has one) where `state` is empty, else of native state.
+struct StoredPart {
+  int64_t index = 0;
+  std::string state;
+  int64_t begin = 0;
+  at::Tensor values; // a one-dimensional view of what the engine holds
+};
+
 class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
  public:
   // [collective] Compares names, shapes, dtypes, order and options between the
@@ -221,6 +230,24 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   void set_buffers(std::function<std::vector<NamedBuffer>()> source);
   // [collective] Rank 0's values of them to all ranks, as each step begins with.
   void sync_buffers();
+
+  // Checkpoints. Whether the parameter lies in flat buffers; one that was frozen when it
+  // came does not, below stage 3: it is its owner's to save and load.
+  bool is_flat(int64_t index) const;
+  int64_t step_count(int64_t index) const; // of native rules
+  // Where shard_parameter() begins in the parameter's memory order.
+  int64_t held_begin(int64_t index) const;
+  // [collective] This rank's share of what is flat: together the ranks have each element
+  // once, at every stage.
+  std::vector<StoredPart> own_parts();
+  // [collective] All values that this rank holds, to be written to.
+  std::vector<StoredPart> begin_loading();
+  // Native state of a parameter after `steps` steps, to be written to; 0 clears it. The
+  // same on all ranks; no communication.
+  std::vector<StoredPart>
+  load_state(int64_t index, const std::vector<std::string>& names, int64_t steps);
+  // [collective] The values go to parameters and to the other ranks.
+  void end_loading();
 
   // [collective] Rank `root`'s current values of parameters to all ranks.
   void broadcast_parameters(const std::vector<int64_t>& indices, int64_t root);

@@ -60,6 +60,9 @@ struct Engine::Impl final : autograd::AccumulateListener,
   // Hands the updated parameters of a bucket to autograd and to the other ranks.
   void publish(int64_t bucket);
   void publish_replaced(int64_t bucket);
+  // The part of a parameter that this rank writes into checkpoints.
+  layout::Range share(int64_t index) const;
+  void add_state(int64_t index, layout::Range part, std::vector<StoredPart>& parts);
   // Throws where swap_values() has put others in the parameters.
   void require_own_values(const char* where) const;
   class Stepper;

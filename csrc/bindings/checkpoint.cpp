@@ -1,0 +1,144 @@
+// Checkpoints: the core of zero_torch.save and zero_torch.load.
+
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <zero/checkpoint/directory.h>
+#include <zero/checkpoint/load.h>
+#include <zero/checkpoint/save.h>
+
+namespace zero::bindings {
+namespace {
+
+namespace ckpt = zero::checkpoint;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+// (name, tensor, whether it is a parameter)
+using Loose = std::vector<std::tuple<std::string, at::Tensor, bool>>;
+using Foreign = std::vector<std::tuple<int64_t, std::string, at::Tensor>>;
+using Names = std::vector<std::pair<std::string, std::string>>;
+using MaybeEngine = std::optional<std::shared_ptr<Engine>>; // None: a plain model
+
+ckpt::Contents
+contents_of(const MaybeEngine& engine, bool native_state, Loose loose, Foreign foreign) {
+  ckpt::Contents contents{.engine = engine.value_or(nullptr), .native_state = native_state};
+  for (auto& [name, tensor, parameter] : loose) {
+    contents.loose.push_back(
+        {std::move(name),
+         std::move(tensor),
+         parameter ? ckpt::TensorKind::parameter : ckpt::TensorKind::buffer});
+  }
+  for (auto& [index, name, values] : foreign) {
+    contents.foreign.push_back({index, std::move(name), std::move(values)});
+  }
+  return contents;
+}
+
+void save(
+    const std::string& directory,
+    const MaybeEngine& engine,
+    bool native_state,
+    Loose loose,
+    Foreign foreign,
+    Names tied,
+    const std::tuple<std::string, std::string, std::string>& texts,
+    int64_t keep_last,
+    int64_t part_bytes) {
+  auto contents = contents_of(engine, native_state, std::move(loose), std::move(foreign));
+  contents.tied = std::move(tied);
+  const auto& [optimizer, scalars, extra] = texts;
+  ckpt::save(
+      directory,
+      contents,
+      {.optimizer = optimizer,
+       .scalars = scalars,
+       .extra = extra,
+       .keep_last = keep_last,
+       .part_bytes = part_bytes});
+}
+
+std::pair<std::vector<std::string>, std::vector<std::string>> load_model(
+    ckpt::Checkpoint& checkpoint,
+    const MaybeEngine& engine,
+    Loose loose,
+    bool strict,
+    bool verify) {
+  const auto contents = contents_of(engine, false, std::move(loose), {});
+  ckpt::LoadResult result = checkpoint.load_model(contents, {.strict = strict, .verify = verify});
+  return {std::move(result.missing), std::move(result.unexpected)};
+}
+
+} // namespace
+
+void init_checkpoint(py::module_& module) {
+  module.def(
+      "save_checkpoint",
+      &save,
+      py::arg("directory"),
+      py::arg("engine"),
+      py::arg("native_state"),
+      py::arg("loose"),
+      py::arg("foreign"),
+      py::arg("tied"),
+      py::arg("texts"),
+      py::arg("keep_last"),
+      py::arg("part_bytes"),
+      NoGil(),
+      "[collective] Writes a checkpoint. `loose`: (name, tensor, whether it is a parameter) of "
+      "what the\nengine does not hold; `foreign`: (index, name, this rank's part) of state outside "
+      "of it;\n`texts`: JSON of the optimizer, of scalars and of the user's extra.");
+  module.attr("PART_BYTES") = ckpt::kPartBytes;
+  module.def("latest_checkpoint", &ckpt::latest, py::arg("parent"), NoGil());
+  py::class_<ckpt::Checkpoint>(module, "Checkpoint", "An open checkpoint.")
+      .def(
+          py::init([](std::string directory, const MaybeEngine& engine) {
+            return std::make_unique<ckpt::Checkpoint>(
+                std::move(directory), engine.value_or(nullptr).get());
+          }),
+          py::arg("directory"),
+          py::arg("engine"),
+          NoGil(),
+          "[collective] Reads the manifest.")
+      .def_property_readonly(
+          "optimizer", [](const ckpt::Checkpoint& self) { return self.manifest().optimizer; })
+      .def_property_readonly(
+          "scalars", [](const ckpt::Checkpoint& self) { return self.manifest().scalars; })
+      .def_property_readonly(
+          "extra", [](const ckpt::Checkpoint& self) { return self.manifest().extra; })
+      .def("state_of", &ckpt::Checkpoint::state_of, py::arg("parameter"), NoGil())
+      .def(
+          "load_model",
+          &load_model,
+          py::arg("engine"),
+          py::arg("loose"),
+          py::arg("strict"),
+          py::arg("verify"),
+          NoGil(),
+          "[collective] Parameters and buffers; (missing, unexpected) names.")
+      .def(
+          "load_native_state",
+          &ckpt::Checkpoint::load_native_state,
+          py::arg("engine"),
+          py::arg("steps"),
+          py::arg("verify"),
+          NoGil(),
+          "[collective] State of native rules, by the steps of each parameter's name.")
+      .def(
+          "read_state",
+          &ckpt::Checkpoint::read_state,
+          py::arg("engine"),
+          py::arg("index"),
+          py::arg("state"),
+          NoGil(),
+          "The part of a state tensor that this rank steps.")
+      .def(
+          "verify_state",
+          [](ckpt::Checkpoint& self, const MaybeEngine& engine) {
+            self.verify_state(engine.value_or(nullptr).get());
+          },
+          py::arg("engine"),
+          NoGil(),
+          "[collective] Compares the checksums of state.");
+}
+
+} // namespace zero::bindings

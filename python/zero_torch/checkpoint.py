@@ -1,0 +1,295 @@
+"""Checkpoints: a directory that loads at any number of ranks and any stage."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C, _wire
+from .inspect import engines_of
+from .optimizer import ZeroOptimizer
+
+Path = str | os.PathLike[str]
+
+
+def save(
+    directory: Path,
+    model: nn.Module,
+    opt: ZeroOptimizer | None = None,
+    extra: Any = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    keep_last: int | None = None,
+) -> None:
+    """Saves a model, sharded or not, and its optimizer, each rank its share. Collective.
+
+    ``directory`` is made, or replaced if it is a checkpoint: what is on the disk is the old or the
+    new one at every moment, and stays the old one where any rank fails; all raise then. It holds
+    safetensors files with the parameters (fp32 masters, where there are any), buffers and the
+    optimizer's state under the parameters' names, and ``manifest.json`` with param groups, step
+    counts, random states of the ranks (torch's, Python's, NumPy's), the ``scaler`` and ``extra``:
+    numbers, strings, None, lists and dicts of these with str keys (a scheduler's state dict).
+
+    ``keep_last``: deletes older checkpoints beside this one, whose names differ from its name in
+    their number only (``step-1000``), until so many are left.
+
+    Ranks share the file system. Takes no memory beyond one tensor. Raises TypeError for an
+    ``extra`` or hyper-parameter that JSON has no form for, ValueError for a directory that holds
+    something else, RuntimeError or OSError (disk full) on every rank.
+    """
+    engine = _engine_of(model, opt)
+    if keep_last is not None and (isinstance(keep_last, bool) or keep_last < 1):
+        raise ValueError(f"expected keep_last to be at least 1, or None, got {keep_last!r}")
+    extra_text = _to_json("extra", extra)
+    foreign: list[tuple[int, str, torch.Tensor]] = []
+    optimizer: dict[str, Any] | None = None
+    if opt is not None:
+        foreign = opt._rule.shards()
+        optimizer = _describe_optimizer(opt)
+    scalars = {
+        "rng": _random_states(engine),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+    texts = (_to_json("param_groups", optimizer), _to_json("scaler", scalars), extra_text)
+    native = opt is not None and opt._name is not None
+    _C.save_checkpoint(
+        os.fspath(directory),
+        engine,
+        native,
+        _loose(model, engine),
+        foreign,
+        _tied(model),
+        texts,
+        keep_last or 0,
+        _C.PART_BYTES,
+    )
+
+
+def load(
+    directory: Path,
+    model: nn.Module,
+    opt: ZeroOptimizer | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    strict: bool = True,
+    verify: bool = True,
+    rng: bool = True,
+) -> Any:
+    """Loads what ``save`` saved, at any number of ranks and any stage; returns ``extra``.
+
+    Collective: each rank reads what it holds. With ``opt`` its param groups, step counts and state
+    come along; without, the optimizer's files are not looked at. ``rng``: ranks that saved get
+    their random states back. ``verify``: checksums are compared first, shared out among the ranks.
+
+    Raises ValueError on every rank, before anything is changed: all missing and unexpected names
+    (``strict=False`` leaves those alone) and other shapes in one error; files that are damaged or
+    missing, by name; param groups of other parameters, state of another rule.
+    """
+    engine = _engine_of(model, opt)
+    checkpoint = _C.Checkpoint(os.fspath(directory), engine)
+    loader = None
+    if opt is not None:
+        loader = _OptimizerLoader(checkpoint, opt, directory)
+        if verify:
+            checkpoint.verify_state(engine)
+    checkpoint.load_model(engine, _loose(model, engine), strict, verify)
+    if loader is not None:
+        loader.load()
+    scalars = _from_json(checkpoint.scalars) or {}
+    if scaler is not None and scalars.get("scaler") is not None:
+        scaler.load_state_dict(scalars["scaler"])
+    if rng:
+        states = scalars.get("rng") or []
+        rank = 0 if engine is None else engine.rank
+        if rank < len(states):
+            _set_random_states(states[rank])
+    return _from_json(checkpoint.extra)
+
+
+def latest(parent: Path) -> str | None:
+    """The path of the newest complete checkpoint in a folder: by the number in its name.
+
+    By time where names have none, or different prefixes. None where there is none. Not collective.
+    """
+    return _C.latest_checkpoint(os.fspath(parent))
+
+
+def _engine_of(model: nn.Module, opt: ZeroOptimizer | None) -> _C.Engine | None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    if opt is not None and not isinstance(opt, ZeroOptimizer):
+        raise TypeError(f"expected opt to be a ZeroOptimizer or None, got {type(opt).__name__}")
+    engines = engines_of(model)
+    if len(engines) > 1:
+        raise ValueError(
+            f"expected a model that one ZeroOptimizer or ZeroModule manages, got {len(engines)} of "
+            "them in it; save its parts by themselves"
+        )
+    engine = engines[0] if engines else None
+    if opt is not None and opt._live is not engine:
+        raise ValueError("expected opt to be the optimizer of the model, got one of another")
+    if engine is not None:
+        for name, parameter in model.named_parameters():
+            index = engine.index_of(parameter)
+            if index >= 0 and engine.parameter(index)[0] != name:
+                raise ValueError(
+                    f"expected the module that was sharded, got one in which parameter "
+                    f"'{engine.parameter(index)[0]}' is '{name}'"
+                )
+    return engine
+
+
+def _loose(model: nn.Module, engine: _C.Engine | None) -> list[tuple[str, torch.Tensor, bool]]:
+    """(name, tensor, whether it is a parameter) of what no engine holds: each once."""
+    found: dict[int, tuple[str, torch.Tensor, bool]] = {}
+    for name, parameter in model.named_parameters():
+        index = -1 if engine is None else engine.index_of(parameter)
+        if engine is None or index < 0 or not engine.is_flat(index):
+            found[id(parameter)] = (name, parameter.detach(), True)
+    for prefix, part in model.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                found.setdefault(id(buffer), (name, buffer.detach(), False))
+    return list(found.values())
+
+
+def _tied(model: nn.Module) -> list[tuple[str, str]]:
+    """(name, the first name of the same parameter)."""
+    first: dict[int, str] = {}
+    tied = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            tied.append((name, first[id(parameter)]))
+        else:
+            first[id(parameter)] = name
+    return tied
+
+
+def _describe_optimizer(opt: ZeroOptimizer) -> dict[str, Any]:
+    engine = opt._live
+    names = {id(p): n for n, p, _ in map(engine.parameter, range(engine.parameter_count()))}
+    groups = []
+    for group in opt.param_groups:
+        described = {key: value for key, value in group.items() if key != "params"}
+        described["params"] = [names[id(p)] for p in group["params"]]
+        groups.append(described)
+    return {
+        "rule": opt._rule.kind(),
+        "groups": groups,
+        "scalars": opt._rule.scalars(),
+    }
+
+
+class _OptimizerLoader:
+    """Checks that what was saved fits the optimizer, then loads it."""
+
+    def __init__(self, checkpoint: _C.Checkpoint, opt: ZeroOptimizer, directory: Path) -> None:
+        self._checkpoint, self._opt = checkpoint, opt
+        saved = _from_json(checkpoint.optimizer)
+        if saved is None:
+            raise ValueError(
+                f"expected an optimizer in '{os.fspath(directory)}', got a checkpoint that was "
+                "saved without one; leave opt out to load the model alone"
+            )
+        self._saved = saved
+        mine = _describe_optimizer(opt)["groups"]
+        theirs = saved["groups"]
+        for at in range(max(len(mine), len(theirs))):
+            own = mine[at]["params"] if at < len(mine) else None
+            other = theirs[at]["params"] if at < len(theirs) else None
+            if own != other:
+                raise ValueError(
+                    f"expected param group {at} of '{os.fspath(directory)}' to hold the "
+                    f"parameters that it has in this optimizer, {_shortened(own)}, got "
+                    f"{_shortened(other)}"
+                )
+        names = {name for group in theirs for name in group["params"]}
+        self._states = {name: checkpoint.state_of(name) for name in names}
+        opt._rule.check_saved(self._states, saved["scalars"])
+
+    def load(self) -> None:
+        for group, saved in zip(self._opt.param_groups, self._saved["groups"], strict=True):
+            for key, value in saved.items():
+                if key == "params":
+                    continue
+                current = group.get(key)
+                if isinstance(current, torch.Tensor):
+                    current.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(current, tuple) else value
+        self._opt._rule.load_saved(
+            self._checkpoint, self._states, self._saved["scalars"], self._opt.param_groups
+        )
+
+
+def _shortened(names: list[str] | None) -> str:
+    if names is None:
+        return "no such group"
+    return repr(names) if len(names) <= 4 else f"{names[:3]} and {len(names) - 3} more"
+
+
+def _random_states(engine: _C.Engine | None) -> list[Any]:
+    """By rank."""
+    own: dict[str, Any] = {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "python": random.getstate(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        own["numpy"] = [kind, keys.tolist(), *rest]
+    return [own] if engine is None else _wire.exchange(engine, own)
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def _to_json(what: str, value: Any) -> str:
+    return json.dumps(_plain(what, value), allow_nan=False)
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text, object_hook=_restore)
+
+
+_FLOAT = "$float"  # of what JSON has no number for
+
+
+def _restore(value: dict[str, Any]) -> Any:
+    return float(value[_FLOAT]) if set(value) == {_FLOAT} else value
+
+
+def _plain(where: str, value: Any) -> Any:
+    """``value`` in JSON's types; tensors of one element become numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return _plain(where, value.item())
+    if isinstance(value, list | tuple):
+        return [_plain(f"{where}[{at}]", item) for at, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"expected the keys of {where} to be str, got {key!r}")
+        return {key: _plain(f"{where}[{key!r}]", item) for key, item in value.items()}
+    raise TypeError(
+        f"expected {where} to be a number, a string, None, or a list or dict of these, got "
+        f"{type(value).__name__}"
+    )

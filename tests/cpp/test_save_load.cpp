@@ -1,0 +1,153 @@
+// zero::save and zero::load: from any number of ranks and stage to any other.
+
+#include "catch.h"
+#include "engine_cases.h"
+
+#include <filesystem>
+#include <random>
+
+#include <zero/checkpoint/directory.h>
+
+using namespace zero::test;
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// Removed with everything in it.
+class Folder {
+ public:
+  Folder() {
+    path_ = fs::temp_directory_path() / ("zero-save-" + std::to_string(std::random_device{}()));
+    fs::create_directories(path_);
+  }
+  ~Folder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::string path(const std::string& name) const {
+    return (path_ / name).string();
+  }
+
+ private:
+  fs::path path_;
+};
+
+zero::Options options_of(int64_t stage) {
+  zero::Options options;
+  options.stage = stage;
+  options.min_unit_numel = 0;
+  options.bucket_bytes = 4096;
+  options.timeout = 20.0;
+  return options;
+}
+
+void train(zero::ZeroOptimizer& optimizer, GPT& model, int64_t rank, int64_t step) {
+  loss_of(model, tokens_of(step, rank)).backward();
+  optimizer.step();
+  optimizer.zero_grad();
+}
+
+// Weights and state, whole.
+State contents(zero::ZeroOptimizer& optimizer, torch::nn::Module& model) {
+  State values;
+  for (const at::Tensor& parameter : model.parameters()) {
+    values.push_back(zero::full_param(optimizer, parameter));
+    for (const auto& [name, value] : zero::full_state(optimizer, parameter)) {
+      values.push_back(value);
+    }
+  }
+  return values;
+}
+
+} // namespace
+
+TEST_CASE("a checkpoint loads at other ranks and stages", "[checkpoint]") {
+  const Folder folder;
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    const int64_t ranks = 1 + stage % 3;
+    const std::string path = folder.path("step-" + std::to_string(stage));
+    State saved;
+    run_ranks(ranks, [&](int64_t rank, const auto& group) {
+      const auto model = make_gpt();
+      zero::ZeroOptimizer optimizer(
+          *model, options_of(stage), zero::AdamW{.lr = 0.01}, group);
+      train(optimizer, *model, rank, 0);
+      train(optimizer, *model, rank, 1);
+      optimizer.set_lr(0.005);
+      zero::save(path, *model, &optimizer, {.extra = R"({"step": 2})"});
+      const State values = contents(optimizer, *model);
+      if (rank == 0) {
+        saved = values;
+      }
+    });
+    for (int64_t other = 0; other <= 3; ++other) {
+      run_ranks(1 + (stage + other) % 4, [&](int64_t rank, const auto& group) {
+        const auto model = make_gpt(/*seed=*/5);
+        zero::ZeroOptimizer optimizer(*model, options_of(other), zero::AdamW{}, group);
+        const std::string extra = zero::load(path, *model, &optimizer);
+        require(extra == R"({"step": 2})", "the extra, got: " + extra);
+        require(equal(contents(optimizer, *model), saved), "what was saved");
+        require(std::get<zero::AdamW>(optimizer.rule()).lr == 0.005, "the rule's lr");
+        train(optimizer, *model, rank, 2);
+      });
+    }
+  }
+  REQUIRE(zero::checkpoint::list_checkpoints(folder.path("")).size() == 4);
+}
+
+TEST_CASE("a run that was stopped goes on bit for bit", "[checkpoint]") {
+  const Folder folder;
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    run_ranks(2, [&](int64_t rank, const auto& group) {
+      const auto rule = zero::SGD{.lr = 0.1, .momentum = 0.9};
+      const auto alone = make_gpt();
+      zero::ZeroOptimizer never_stopped(*alone, options_of(stage), rule, group);
+      const auto model = make_gpt();
+      zero::ZeroOptimizer optimizer(*model, options_of(stage), rule, group);
+      for (int64_t step = 0; step < 4; ++step) {
+        train(never_stopped, *alone, rank, step);
+        if (step < 2) {
+          train(optimizer, *model, rank, step);
+        }
+      }
+      const std::string path = folder.path("stage-" + std::to_string(stage));
+      zero::save(path, *model, &optimizer);
+      const auto fresh = make_gpt(/*seed=*/5);
+      zero::ZeroOptimizer resumed(*fresh, options_of(stage), rule, group);
+      zero::load(path, *fresh, &resumed);
+      train(resumed, *fresh, rank, 2);
+      train(resumed, *fresh, rank, 3);
+      require(equal(contents(resumed, *fresh), contents(never_stopped, *alone)), "equal bits");
+    });
+  }
+}
+
+TEST_CASE("what does not fit is refused before anything is changed", "[checkpoint]") {
+  const Folder folder;
+  run_ranks(2, [&](int64_t rank, const auto& group) {
+    const auto model = make_gpt();
+    zero::ZeroOptimizer optimizer(*model, options_of(2), zero::AdamW{}, group);
+    train(optimizer, *model, rank, 0);
+    zero::save(folder.path("c"), *model, &optimizer);
+    const auto other = std::make_shared<GPT>(/*layers=*/1, /*dim=*/12, /*heads=*/2, /*context=*/8);
+    initialise(*other, 3);
+    zero::ZeroOptimizer shallow(*other, options_of(3), zero::AdamW{}, group);
+    const std::string names = error_of([&] { zero::load(folder.path("c"), *other); });
+    const auto load_shallow = [&] {
+      zero::load(folder.path("c"), *other, &shallow, {.optimizer_state = false});
+    };
+    require(contains(error_of(load_shallow), "unexpected"), "names that are too many");
+    require(!names.empty(), "a module that is sharded needs its optimizer");
+    const auto momentum = make_gpt();
+    zero::ZeroOptimizer sgd(*momentum, options_of(1), zero::SGD{.momentum = 0.9}, group);
+    const State before = contents(sgd, *momentum);
+    const std::string rule = error_of([&] { zero::load(folder.path("c"), *momentum, &sgd); });
+    require(contains(rule, "exp_avg"), "another rule's state, got: " + rule);
+    const std::string none = error_of([&] { zero::load(folder.path("d"), *model, &optimizer); });
+    require(contains(none, "no directory"), "no such checkpoint, got: " + none);
+    require(equal(contents(sgd, *momentum), before), "unchanged weights");
+  });
+}

@@ -1,0 +1,275 @@
+#include <zero/checkpoint/load.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <zero/checkpoint/directory.h>
+#include <zero/checkpoint/permute.h>
+#include <zero/checkpoint/together.h>
+#include <zero/sharding/optimizer_state.h>
+
+namespace zero::checkpoint {
+namespace {
+
+std::vector<int64_t> order_of(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense()
+      ? memory_order(tensor.sizes().vec(), tensor.strides().vec())
+      : std::vector<int64_t>();
+}
+
+Manifest agreed_manifest(const std::string& directory, Engine* engine) {
+  const Together ranks(engine, "loading '" + directory + "'");
+  Manifest manifest;
+  const std::vector<std::string> generations = ranks.run([&] {
+    manifest = read_manifest(directory);
+    return manifest.generation;
+  });
+  ranks.run([&] {
+    TORCH_CHECK_VALUE(
+        manifest.generation == generations[0],
+        "[zero.checkpoint] expected the same checkpoint in '",
+        directory,
+        "' on all ranks, got generation ",
+        generations[0],
+        " on rank 0 and ",
+        manifest.generation,
+        " on rank ",
+        ranks.rank(),
+        "; ranks need a file system that they share, and nobody may save there meanwhile");
+    return std::string();
+  });
+  return manifest;
+}
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) {
+    text += (text.empty() ? "'" : ", '") + name + "'";
+  }
+  return text.empty() ? "none" : text;
+}
+
+} // namespace
+
+Checkpoint::Checkpoint(std::string directory, Engine* engine)
+    : directory_(std::move(directory)),
+      manifest_(agreed_manifest(directory_, engine)),
+      files_(directory_, manifest_) {}
+
+std::vector<std::string> Checkpoint::state_of(const std::string& parameter) const {
+  std::vector<std::string> names;
+  for (const ManifestTensor& tensor : manifest_.tensors) {
+    if (tensor.kind == TensorKind::state) {
+      auto [owner, state] = split_state_name(tensor.name);
+      if (owner == parameter) {
+        names.push_back(std::move(state));
+      }
+    }
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+void Checkpoint::verify(Engine* engine, bool state) {
+  const Together ranks(engine, "loading '" + directory_ + "'");
+  ranks.run([&] {
+    int64_t at = 0;
+    for (const ManifestTensor& tensor : manifest_.tensors) {
+      if ((tensor.kind == TensorKind::state) != state) {
+        continue;
+      }
+      for (const Piece& piece : tensor.pieces) {
+        if (at++ % ranks.size() == ranks.rank()) {
+          files_.verify(tensor, piece);
+        }
+      }
+    }
+    return std::string();
+  });
+}
+
+void Checkpoint::verify_state(Engine* engine) {
+  verify(engine, /*state=*/true);
+}
+
+void Checkpoint::fill(const Target& target) {
+  const layout::Range wanted{target.begin, target.begin + target.values.numel()};
+  if (wanted.size() == 0) {
+    return;
+  }
+  if (target.values.scalar_type() == target.tensor->dtype && target.values.is_contiguous() &&
+      target.values.is_cpu()) {
+    files_.read(*target.tensor, wanted, target.order, target.values.mutable_data_ptr());
+    return;
+  }
+  const at::Tensor buffer = at::empty({wanted.size()}, target.tensor->dtype);
+  files_.read(*target.tensor, wanted, target.order, buffer.mutable_data_ptr());
+  at::Tensor(target.values).copy_(buffer);
+}
+
+void Checkpoint::fill_loose(const LooseTensor& loose) {
+  const ManifestTensor* tensor = manifest_.find(loose.name);
+  if (tensor == nullptr) {
+    return;
+  }
+  at::Tensor destination = loose.tensor.detach();
+  const at::Tensor whole = at::empty({destination.numel()}, tensor->dtype);
+  fill({tensor, {}, 0, whole});
+  destination.copy_(whole.view(destination.sizes())); // counts as a change
+}
+
+LoadResult Checkpoint::match(const Contents& contents, bool strict) const {
+  std::map<std::string, std::vector<int64_t>> wanted;
+  for (int64_t i = 0; contents.engine && i < contents.engine->parameter_count(); ++i) {
+    if (contents.engine->is_flat(i)) {
+      const NamedParameter& parameter = contents.engine->parameter(i);
+      wanted[parameter.name] = parameter.tensor.sizes().vec();
+    }
+  }
+  for (const LooseTensor& loose : contents.loose) {
+    wanted[loose.name] = loose.tensor.sizes().vec();
+  }
+  LoadResult result;
+  std::string shapes;
+  for (const auto& [name, shape] : wanted) {
+    const ManifestTensor* tensor = manifest_.find(name);
+    if (tensor == nullptr || tensor->kind == TensorKind::state) {
+      result.missing.push_back(name);
+    } else if (tensor->shape != shape) {
+      shapes += c10::str(
+          shapes.empty() ? "" : ", ",
+          "'",
+          name,
+          "' ",
+          at::IntArrayRef(tensor->shape),
+          " instead of ",
+          at::IntArrayRef(shape));
+    }
+  }
+  for (const ManifestTensor& tensor : manifest_.tensors) {
+    if (tensor.kind != TensorKind::state && wanted.count(tensor.name) == 0) {
+      result.unexpected.push_back(tensor.name);
+    }
+  }
+  std::sort(result.unexpected.begin(), result.unexpected.end());
+  TORCH_CHECK_VALUE(
+      shapes.empty() && (!strict || (result.missing.empty() && result.unexpected.empty())),
+      "[zero.checkpoint] expected the parameters and buffers of this model in '",
+      directory_,
+      "', got missing: ",
+      joined(result.missing),
+      "; unexpected: ",
+      joined(result.unexpected),
+      "; other shapes: ",
+      shapes.empty() ? "none" : shapes,
+      strict ? " (strict=False leaves missing and unexpected ones alone)" : "");
+  return result;
+}
+
+LoadResult Checkpoint::load_model(const Contents& contents, const LoadOptions& options) {
+  const at::NoGradGuard no_grad;
+  Engine* engine = contents.engine.get();
+  const Together ranks(engine, "loading '" + directory_ + "'");
+  LoadResult result;
+  ranks.run([&] {
+    result = match(contents, options.strict);
+    return std::string();
+  });
+  if (options.verify) {
+    verify(engine, /*state=*/false);
+  }
+  const std::vector<StoredPart> parts =
+      engine != nullptr ? engine->begin_loading() : std::vector<StoredPart>();
+  const auto end = [&] {
+    if (engine != nullptr) {
+      engine->end_loading();
+    }
+  };
+  try {
+    ranks.run([&] {
+      for (const StoredPart& part : parts) {
+        const NamedParameter& parameter = engine->parameter(part.index);
+        if (const ManifestTensor* tensor = manifest_.find(parameter.name)) {
+          fill({tensor, order_of(parameter.tensor), part.begin, part.values});
+        }
+      }
+      for (const LooseTensor& loose : contents.loose) {
+        fill_loose(loose);
+      }
+      return std::string();
+    });
+  } catch (...) {
+    end(); // on all ranks: what they hold stays equal
+    throw;
+  }
+  end();
+  return result;
+}
+
+void Checkpoint::require_state(const Rule& rule, const std::vector<std::string>& parameters) const {
+  std::vector<std::string> allowed = sharding::state_names(rule);
+  allowed.emplace_back("max_exp_avg_sq"); // stays when amsgrad is switched off
+  for (const std::string& parameter : parameters) {
+    for (const std::string& state : state_of(parameter)) {
+      TORCH_CHECK_VALUE(
+          std::find(allowed.begin(), allowed.end(), state) != allowed.end(),
+          "[zero.checkpoint] expected state of parameter '",
+          parameter,
+          "' in '",
+          directory_,
+          "' to be of the optimizer's rule, got ",
+          state);
+    }
+  }
+}
+
+void Checkpoint::load_native_state(
+    Engine& engine,
+    const std::map<std::string, int64_t>& steps,
+    bool verify) {
+  const at::NoGradGuard no_grad;
+  if (verify) {
+    verify_state(&engine);
+  }
+  const Together ranks(&engine, "loading '" + directory_ + "'");
+  ranks.run([&] {
+    for (int64_t i = 0; i < engine.parameter_count(); ++i) {
+      const NamedParameter& parameter = engine.parameter(i);
+      const auto found = steps.find(parameter.name);
+      const int64_t count = found == steps.end() ? 0 : found->second;
+      for (const StoredPart& part : engine.load_state(i, state_of(parameter.name), count)) {
+        const ManifestTensor* tensor = manifest_.find(state_name(parameter.name, part.state));
+        if (tensor != nullptr) {
+          fill({tensor, order_of(parameter.tensor), part.begin, part.values});
+        } else {
+          at::Tensor(part.values).zero_();
+        }
+      }
+    }
+    return std::string();
+  });
+}
+
+at::Tensor Checkpoint::read_state(Engine& engine, int64_t index, const std::string& state) {
+  const at::NoGradGuard no_grad;
+  const NamedParameter& parameter = engine.parameter(index);
+  const ManifestTensor* tensor = manifest_.find(state_name(parameter.name, state));
+  TORCH_CHECK_VALUE(
+      tensor != nullptr && tensor->shape == parameter.tensor.sizes().vec(),
+      "[zero.checkpoint] expected state '",
+      state,
+      "' of parameter '",
+      parameter.name,
+      "' in '",
+      directory_,
+      "' with the parameter's shape, got ",
+      tensor == nullptr ? std::string("none") : c10::str(at::IntArrayRef(tensor->shape)));
+  const at::Tensor values = at::empty({engine.shard_parameter(index).numel()}, tensor->dtype);
+  fill({tensor, order_of(parameter.tensor), engine.held_begin(index), values});
+  return values;
+}
+
+} // namespace zero::checkpoint
