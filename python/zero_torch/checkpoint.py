@@ -251,8 +251,9 @@ def _random_states(engine: _C.Engine | None) -> list[Any]:
 
 def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8))
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
+    if "python" in states:  # C++ has none
+        version, internal, gauss = states["python"]
+        random.setstate((version, tuple(internal), gauss))
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         kind, keys, *rest = states["numpy"]
