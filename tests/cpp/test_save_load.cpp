@@ -72,8 +72,7 @@ TEST_CASE("a checkpoint loads at other ranks and stages", "[checkpoint]") {
     State saved;
     run_ranks(ranks, [&](int64_t rank, const auto& group) {
       const auto model = make_gpt();
-      zero::ZeroOptimizer optimizer(
-          *model, options_of(stage), zero::AdamW{.lr = 0.01}, group);
+      zero::ZeroOptimizer optimizer(*model, options_of(stage), zero::AdamW{.lr = 0.01}, group);
       train(optimizer, *model, rank, 0);
       train(optimizer, *model, rank, 1);
       optimizer.set_lr(0.005);
