@@ -1,7 +1,10 @@
-// Trains a small module for three steps and fails unless the loss falls.
+// Trains a small module for three steps and fails unless the loss falls. Given the
+// directory of a checkpoint instead: loads it, saves what it loaded beside it, takes a
+// step and saves that.
 
 #include <iostream>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <torch/torch.h>
@@ -23,9 +26,23 @@ struct Net : torch::nn::Module {
   torch::nn::Linear down{nullptr};
 };
 
+void go_on(const std::string& directory) {
+  auto model = std::make_shared<Net>();
+  zero::ZeroOptimizer optimizer(*model, {.stage = 3}, zero::AdamW{}, zero::init());
+  const std::string extra = zero::load(directory, *model, &optimizer);
+  zero::save(directory + "-loaded", *model, &optimizer, {.extra = extra});
+  model->forward(torch::ones({4, 7})).square().mean().backward();
+  optimizer.step();
+  zero::save(directory + "-stepped", *model, &optimizer);
+}
+
 } // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc > 1) {
+    go_on(argv[1]);
+    return 0;
+  }
   torch::manual_seed(0);
   auto group = zero::init();
   auto model = std::make_shared<Net>();

@@ -173,6 +173,48 @@ print(*{line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line})
     def test_consumer(self, installed, tmp_path):
         configure(installed[1], tmp_path)
         assert build_and_run(tmp_path).startswith("loss ")
+        code = """
+import subprocess, sys
+import torch, zero_torch as zero
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 1)
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+def make():
+    model = Net()
+    return model, zero.ZeroOptimizer(model, stage=1, lr=1e-2)
+
+def step(model, optimizer):
+    model(torch.ones(4, 7)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def values(model, optimizer):
+    states = optimizer.state_dict()["state"].values()
+    return [*model.state_dict().values(), *(v for state in states for v in state.values())]
+
+directory = sys.argv[2]
+first = make()
+step(*first), step(*first)
+zero.save(directory, *first, extra={"step": 2, "name": "x"})
+subprocess.run([sys.argv[1], directory], check=True)
+loaded, stepped = make(), make()
+assert zero.load(directory + "-loaded", *loaded) == {"step": 2, "name": "x"}
+assert all(map(torch.equal, values(*loaded), values(*first)))
+step(*first)
+assert zero.load(directory + "-stepped", *stepped) is None
+for a, b in zip(values(*stepped), values(*first), strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+assert stepped[1].param_groups[0]["lr"] == 1e-2
+print("went on")
+"""
+        said = run(installed[0], "-c", code, tmp_path / "consumer", tmp_path / "saved")
+        assert said.strip().endswith("went on")
 
     @pytest.mark.skipif(torch.version.cuda is not None, reason="torch asks for a CUDA toolkit")
     def test_consumer_that_found_torch_itself(self, installed, tmp_path):
