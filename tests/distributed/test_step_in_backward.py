@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,7 +261,8 @@ def test_a_closure_steps() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-def test_a_late_gradient_is_an_error_that_a_checkpoint_mends() -> None:
+@pytest.mark.parametrize("files", [False, True])
+def test_a_late_gradient_is_an_error_that_a_checkpoint_mends(files: bool, tmp_path: Path) -> None:
     def made(in_backward: bool) -> tuple[nn.Sequential, zero.ZeroOptimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
@@ -279,6 +281,7 @@ def test_a_late_gradient_is_an_error_that_a_checkpoint_mends() -> None:
     backward(model, 1)
     opt.step()
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    zero.save(tmp_path / "saved", model, opt)
     with pytest.raises(RuntimeError, match="got another gradient after bucket"):
         backward(model, 2)
     opt.zero_grad()
@@ -287,8 +290,11 @@ def test_a_late_gradient_is_an_error_that_a_checkpoint_mends() -> None:
         opt.step()
     with pytest.raises(RuntimeError, match=words):
         backward(model, 1)
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
+    if files:
+        zero.load(tmp_path / "saved", model, opt)
+    else:
+        model.load_state_dict(saved[0])
+        opt.load_state_dict(saved[1])
     backward(model, 1)
     opt.step()
     plain, plain_opt = made(False)

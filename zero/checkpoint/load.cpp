@@ -240,7 +240,9 @@ void Checkpoint::load_native_state(
       const NamedParameter& parameter = engine.parameter(i);
       const auto found = steps.find(parameter.name);
       const int64_t count = found == steps.end() ? 0 : found->second;
-      for (const StoredPart& part : engine.load_state(i, state_of(parameter.name), count)) {
+      const std::vector<std::string> names =
+          count > 0 ? state_of(parameter.name) : std::vector<std::string>();
+      for (const StoredPart& part : engine.load_state(i, names, count)) {
         const ManifestTensor* tensor = manifest_.find(state_name(parameter.name, part.state));
         if (tensor != nullptr) {
           fill({tensor, order_of(parameter.tensor), part.begin, part.values});

@@ -242,8 +242,8 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   std::vector<StoredPart> own_parts();
   // [collective] All values that this rank holds, to be written to.
   std::vector<StoredPart> begin_loading();
-  // Native state of a parameter after `steps` steps, to be written to; 0 clears it. The
-  // same on all ranks; no communication.
+  // Native state of a parameter after `steps` steps, to be written to; without steps and
+  // names it is cleared. The same on all ranks; no communication.
   std::vector<StoredPart>
   load_state(int64_t index, const std::vector<std::string>& names, int64_t steps);
   // [collective] The values go to parameters and to the other ranks.

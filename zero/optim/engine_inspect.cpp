@@ -220,14 +220,6 @@ void Engine::make_trainable(const std::vector<int64_t>& indices) {
 }
 
 void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tensor>& state) {
-  const sharding::ParameterEntry& entry = impl_->checked(index);
-  if (!state.empty()) {
-    make_trainable({index});
-  }
-  if (!entry.trainable) {
-    return;
-  }
-  impl_->gradients.mend();
   const at::NoGradGuard no_grad;
   std::vector<std::string> names;
   int64_t steps = state.empty() ? 0 : 1;
@@ -238,23 +230,8 @@ void Engine::load_full_state(int64_t index, const std::map<std::string, at::Tens
       names.push_back(name);
     }
   }
-  impl_->state.step_count(index) = steps;
-  if (state.empty()) {
-    impl_->state.clear_unused(entry.slot.bucket);
-  }
-  const layout::Range held = impl_->held(index);
-  const auto& tensors = impl_->state.tensors(
-      entry.slot.bucket,
-      names,
-      shard_parameter(index).options().requires_grad(false),
-      impl_->gradients.reduced_range(entry.slot.bucket).size());
-  for (size_t k = 0; k < tensors.size(); ++k) {
-    at::Tensor flat = tensors[k].view(held.begin, held.size());
-    if (state.empty()) {
-      flat.zero_();
-    } else {
-      flat.copy_(shard(index, state.at(impl_->state.names(entry.slot.bucket)[k])));
-    }
+  for (const StoredPart& part : load_state(index, names, steps)) {
+    at::Tensor(part.values).copy_(shard(index, state.at(part.state)));
   }
 }
 

@@ -89,7 +89,9 @@ std::vector<StoredPart> Engine::begin_loading() {
 std::vector<StoredPart>
 Engine::load_state(int64_t index, const std::vector<std::string>& names, int64_t steps) {
   const c10::InferenceMode normal(false);
-  if (steps > 0) {
+  const at::NoGradGuard no_grad;
+  const bool clears = steps == 0 && names.empty();
+  if (!clears) {
     make_trainable({index});
   }
   const sharding::ParameterEntry& entry = impl_->checked(index);
@@ -97,12 +99,13 @@ Engine::load_state(int64_t index, const std::vector<std::string>& names, int64_t
   if (!entry.trainable) {
     return parts;
   }
+  impl_->gradients.mend();
   impl_->state.step_count(index) = steps;
   const layout::Range part = impl_->updated(index);
-  if (steps == 0) {
+  if (clears) {
     impl_->state.clear_unused(entry.slot.bucket);
+    const layout::Range held = impl_->held(index);
     for (const auto& tensor : impl_->state.existing(entry.slot.bucket)) {
-      const layout::Range held = impl_->held(index);
       tensor.view(held.begin, held.size()).zero_();
     }
     return parts;
