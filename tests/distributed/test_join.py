@@ -223,6 +223,13 @@ def test_ways_to_train() -> None:
     run(at_each_stage, 2, _accumulates, _drops_gradients, _sums, _overflows)
 
 
+def _rank_1_ends_first(plain: Any, step: int) -> Any:
+    """Of three steps of rank 0, the first with rank 1: the means."""
+    if step == 0:
+        return [g / 2 for g in _grads(plain, (0, 0), (1, 0))]
+    return _grads(plain, (0, step)) if step < 3 else None
+
+
 def _several(rank: int, world: int, stage: int) -> None:
     first, of_first = _sgd(stage)
     second, of_second = _sgd(3 - stage)
@@ -233,13 +240,8 @@ def _several(rank: int, world: int, stage: int) -> None:
                 opt.step()
                 opt.zero_grad()
 
-    def gradients(plain: Any, step: int) -> Any:
-        if step == 0:
-            return [g / 2 for g in _grads(plain, (0, 0), (1, 0))]
-        return _grads(plain, (0, step)) if step < 3 else None
-
-    _against(of_first, first, gradients)
-    _against(of_second, second, gradients)
+    _against(of_first, first, _rank_1_ends_first)
+    _against(of_second, second, _rank_1_ends_first)
 
 
 def _goes_on(rank: int, world: int, stage: int) -> None:
@@ -322,12 +324,7 @@ def _over_group(rank: int, world: int, stage: int) -> None:
             opt.step()
             opt.zero_grad()
 
-    def gradients(plain: Any, step: int) -> Any:
-        if step == 0:
-            return [g / 2 for g in _grads(plain, (0, 0), (1, 0))]
-        return _grads(plain, (0, step)) if step < 3 else None
-
-    _against(opt, model, gradients)
+    _against(opt, model, _rank_1_ends_first)
 
 
 def test_mixed_precision_and_the_group_transport() -> None:

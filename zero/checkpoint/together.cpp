@@ -1,30 +1,13 @@
 #include <zero/checkpoint/together.h>
 
-#include <cstring>
 #include <exception>
 
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <zero/comm/error_text.h>
+#include <zero/comm/texts.h>
 
 namespace zero::checkpoint {
-namespace {
-
-at::Tensor bytes_of(const std::string& text) {
-  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  if (!text.empty()) {
-    std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  }
-  return bytes;
-}
-
-std::string text_of(const at::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
-}
-
-} // namespace
-
 std::vector<std::string> Together::run(const std::function<std::string()>& step) const {
   std::exception_ptr own;
   std::string told(1, '+');
@@ -38,8 +21,8 @@ std::vector<std::string> Together::run(const std::function<std::string()>& step)
   if (engine_ == nullptr) {
     results.push_back(told);
   } else {
-    for (const at::Tensor& bytes : engine_->exchange(bytes_of(told))) {
-      results.push_back(text_of(bytes));
+    for (const at::Tensor& bytes : engine_->exchange(comm::bytes_of(told))) {
+      results.push_back(comm::text_of(bytes));
     }
   }
   if (own) {

@@ -7,36 +7,18 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <zero/comm/texts.h>
+
 namespace zero::optim {
 namespace {
 
-// FNV-1a (Fowler, Noll, Vo) of what ranks must agree on.
-class Fingerprint {
- public:
-  void add(const void* data, size_t size) {
-    const auto* bytes = static_cast<const uint8_t*>(data);
-    for (size_t i = 0; i < size; ++i) {
-      hash_ = (hash_ ^ bytes[i]) * 0x100000001B3ULL;
-    }
-  }
-  int64_t value() const {
-    return static_cast<int64_t>(hash_ >> 1U);
-  }
-
- private:
-  uint64_t hash_ = 0xCBF29CE484222325ULL;
-};
-
+// Of what ranks must agree on.
 int64_t fingerprint(const std::vector<NamedBuffer>& buffers) {
-  Fingerprint print;
+  std::string text;
   for (const NamedBuffer& buffer : buffers) {
-    const auto type = static_cast<int64_t>(buffer.tensor.scalar_type());
-    const auto sizes = buffer.tensor.sizes();
-    print.add(buffer.name.c_str(), buffer.name.size() + 1);
-    print.add(&type, sizeof(type));
-    print.add(sizes.data(), sizes.size() * sizeof(int64_t));
+    text += c10::str(buffer.name, " ", buffer.tensor.dtype(), " ", buffer.tensor.sizes(), "\n");
   }
-  return print.value();
+  return static_cast<int64_t>(comm::fingerprint(text) >> 1U);
 }
 
 // A buffer's values differ from those at `bytes`.

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <sstream>
 
-#include <ATen/ops/empty.h>
+#include <zero/comm/texts.h>
 
 namespace zero::sharding {
 namespace {
@@ -65,25 +65,6 @@ std::vector<std::string> split(const std::string& text) {
   return lines;
 }
 
-// FNV-1a, 64 bits.
-uint64_t fingerprint(const std::string& text) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const char character : text) {
-    hash = (hash ^ static_cast<uint8_t>(character)) * 1099511628211ULL;
-  }
-  return hash;
-}
-
-at::Tensor bytes_of(const void* data, size_t size) {
-  at::Tensor bytes = at::empty({static_cast<int64_t>(size)}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), data, size);
-  return bytes;
-}
-
-std::string text_of(const at::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
-}
-
 } // namespace
 
 void require_agreement(
@@ -92,19 +73,20 @@ void require_agreement(
     const std::vector<std::pair<std::string, at::Tensor>>& buffers,
     const Options& options) {
   const std::string text = join(lines_of(parameters, buffers, options));
-  const uint64_t own = fingerprint(text);
+  const uint64_t own = comm::fingerprint(text);
   const comm::Tag tag{"the comparison of models at construction", 0, 0, false};
+  const at::Tensor own_bytes = comm::bytes_of({reinterpret_cast<const char*>(&own), sizeof(own)});
   bool equal = true;
-  for (const at::Tensor& other : communicator.exchange(bytes_of(&own, sizeof(own)), tag)) {
+  for (const at::Tensor& other : communicator.exchange(own_bytes, tag)) {
     equal = equal && std::memcmp(other.const_data_ptr(), &own, sizeof(own)) == 0;
   }
   if (equal) {
     return;
   }
-  const auto texts = communicator.exchange(bytes_of(text.data(), text.size()), tag);
-  const std::vector<std::string> first = split(text_of(texts.front()));
+  const auto texts = communicator.exchange(comm::bytes_of(text), tag);
+  const std::vector<std::string> first = split(comm::text_of(texts.front()));
   for (size_t rank = 1; rank < texts.size(); ++rank) {
-    const std::vector<std::string> other = split(text_of(texts[rank]));
+    const std::vector<std::string> other = split(comm::text_of(texts[rank]));
     for (size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
       const std::string missing = "nothing (the list ends)";
       const std::string& ours = i < first.size() ? first[i] : missing;
