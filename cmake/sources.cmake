@@ -5,8 +5,10 @@ set(ZERO_SOURCES
     zero/autograd/backward_end.cpp
     zero/autograd/operation_traits.cpp
     zero/autograd/use_guard.cpp
-    zero/checkpoint/checkpoint.cpp
+    zero/checkpoint/background_save.cpp
+  zero/checkpoint/checkpoint.cpp
     zero/checkpoint/checksum.cpp
+  zero/checkpoint/collect.cpp
     zero/checkpoint/data_files.cpp
     zero/checkpoint/directory.cpp
     zero/checkpoint/dtypes.cpp

@@ -4,6 +4,7 @@
 
 #include <pybind11/stl.h>
 
+#include <zero/checkpoint/background_save.h>
 #include <zero/checkpoint/directory.h>
 #include <zero/checkpoint/load.h>
 #include <zero/checkpoint/save.h>
@@ -34,7 +35,9 @@ contents_of(const MaybeEngine& engine, bool native_state, Loose loose, Foreign f
   return contents;
 }
 
-void save(
+// Of save() and async_save(), which take the same.
+template <auto save>
+auto saving(
     const std::string& directory,
     const MaybeEngine& engine,
     bool native_state,
@@ -47,7 +50,7 @@ void save(
   auto contents = contents_of(engine, native_state, std::move(loose), std::move(foreign));
   contents.tied = std::move(tied);
   const auto& [optimizer, scalars, extra] = texts;
-  ckpt::save(
+  return save(
       directory,
       contents,
       {.optimizer = optimizer,
@@ -68,12 +71,11 @@ std::pair<std::vector<std::string>, std::vector<std::string>> load_model(
   return {std::move(result.missing), std::move(result.unexpected)};
 }
 
-} // namespace
-
-void init_checkpoint(py::module_& module) {
+template <auto save>
+void define_save(py::module_& module, const char* name, const char* text) {
   module.def(
-      "save_checkpoint",
-      &save,
+      name,
+      &saving<save>,
       py::arg("directory"),
       py::arg("engine"),
       py::arg("native_state"),
@@ -84,9 +86,41 @@ void init_checkpoint(py::module_& module) {
       py::arg("keep_last"),
       py::arg("part_bytes"),
       NoGil(),
+      text);
+}
+
+void define_background_save(py::module_& module) {
+  py::class_<BackgroundSave, std::shared_ptr<BackgroundSave>>(
+      module,
+      "BackgroundSave",
+      "A save that goes on in the background, from async_save(). Dropping it loses nothing.")
+      .def_property_readonly("directory", &BackgroundSave::directory)
+      .def("done", &BackgroundSave::done, NoGil(), "Whether it has ended, well or not.")
+      .def(
+          "wait",
+          &BackgroundSave::wait,
+          NoGil(),
+          "Blocks until the checkpoint is on the disk; raises, each time, what went wrong, on "
+          "every rank.");
+  define_save<&ckpt::async_save>(
+      module, "async_save_checkpoint", "[collective] The same, by a thread, from copies.");
+  module.def(
+      "finish_background_saves",
+      &ckpt::finish_background_saves,
+      NoGil(),
+      "Waits for all of this process; errors that nobody saw go to stderr.");
+}
+
+} // namespace
+
+void init_checkpoint(py::module_& module) {
+  define_save<&ckpt::save>(
+      module,
+      "save_checkpoint",
       "[collective] Writes a checkpoint. `loose`: (name, tensor, whether it is a parameter) of "
       "what the\nengine does not hold; `foreign`: (index, name, this rank's part) of state outside "
       "of it;\n`texts`: JSON of the optimizer, of scalars and of the user's extra.");
+  define_background_save(module);
   module.attr("PART_BYTES") = ckpt::kPartBytes;
   module.def("latest_checkpoint", &ckpt::latest, py::arg("parent"), NoGil());
   py::class_<ckpt::Checkpoint>(module, "Checkpoint", "An open checkpoint.")

@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'Bucket', 'Checkpoint', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'PART_BYTES', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'compress_bf16', 'compress_fp16', 'exchange_texts', 'latest_checkpoint', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'save_checkpoint', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'BackgroundSave', 'Bucket', 'Checkpoint', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'PART_BYTES', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'async_save_checkpoint', 'compress_bf16', 'compress_fp16', 'exchange_texts', 'finish_background_saves', 'latest_checkpoint', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'save_checkpoint', 'validate_rule']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -672,6 +672,21 @@ class EMA:
     @updates.setter
     def updates(self, arg1: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
+class BackgroundSave:
+    """
+    A save that goes on in the background, from async_save(). Dropping it loses nothing.
+    """
+    def done(self) -> bool:
+        """
+        Whether it has ended, well or not.
+        """
+    def wait(self) -> None:
+        """
+        Blocks until the checkpoint is on the disk; raises, each time, what went wrong, on every rank.
+        """
+    @property
+    def directory(self) -> str:
+        ...
 class Checkpoint:
     """
     An open checkpoint.
@@ -719,6 +734,10 @@ class UnitHook:
         ...
     def __reduce_ex__(self, protocol: typing.Any) -> typing.Any:
         ...
+def async_save_checkpoint(directory: str, engine: Engine | None, native_state: bool, loose: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], foreign: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, torch.Tensor]], tied: collections.abc.Sequence[tuple[str, str]], texts: tuple[str, str, str], keep_last: typing.SupportsInt | typing.SupportsIndex, part_bytes: typing.SupportsInt | typing.SupportsIndex) -> BackgroundSave:
+    """
+    [collective] The same, by a thread, from copies.
+    """
 def compress_bf16() -> CommHook:
     """
     fp32 gradients travel in bfloat16, summed in fp32.
@@ -730,6 +749,10 @@ def compress_fp16() -> CommHook:
 def exchange_texts(group: torch.distributed.distributed_c10d.ProcessGroup, text: str, timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> list[str]:
     """
     [collective] Every rank's text, in rank order, through the group's store.
+    """
+def finish_background_saves() -> None:
+    """
+    Waits for all of this process; errors that nobody saw go to stderr.
     """
 def latest_checkpoint(parent: str) -> str | None:
     ...

@@ -14,7 +14,7 @@ from . import _abi
 
 _abi.check()
 
-from .checkpoint import latest, load, save  # noqa: E402
+from .checkpoint import async_save, latest, load, save  # noqa: E402
 from .comm_hooks import GradientBucket  # noqa: E402
 from .config import ZeroConfig  # noqa: E402
 from .deferred import deferred_init  # noqa: E402
@@ -33,6 +33,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroModule",
     "ZeroOptimizer",
+    "async_save",
     "deferred_init",
     "full_grad",
     "full_param",

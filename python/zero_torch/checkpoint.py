@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -40,10 +41,50 @@ def save(
     ``keep_last``: deletes older checkpoints beside this one, whose names differ from its name in
     their number only (``step-1000``), until so many are left.
 
-    Ranks share the file system. Takes no memory beyond one tensor. Raises TypeError for an
-    ``extra`` or hyper-parameter that JSON has no form for, ValueError for a directory that holds
-    something else, RuntimeError or OSError (disk full) on every rank.
+    Ranks share the file system. Takes no memory beyond one tensor. Waits for an ``async_save`` of
+    the model first. Raises TypeError for an ``extra`` or hyper-parameter that JSON has no form for,
+    ValueError for a directory that holds something else, RuntimeError or OSError (disk full) on
+    every rank.
     """
+    _C.save_checkpoint(*_arguments(directory, model, opt, extra, scaler, keep_last))
+
+
+def async_save(
+    directory: Path,
+    model: nn.Module,
+    opt: ZeroOptimizer | None = None,
+    extra: Any = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    keep_last: int | None = None,
+) -> _C.BackgroundSave:
+    """``save`` that returns once each rank has copied its share; threads write it. Collective.
+
+    Training may go on at once: what is saved is the model at the moment of the call. Takes the
+    memory of this rank's shards (parameters and state) until it is written. The directory is a
+    checkpoint when every rank has finished and flushed, not before.
+
+    Returns a handle: ``wait()`` blocks until the checkpoint is on the disk, and raises what went
+    wrong, on every rank; ``done()`` says whether it has ended. An error that nobody waited for is
+    raised by the next ``save``, ``async_save`` or ``load`` of the model, on every rank; these wait
+    for the save in the background, and so does the end of the process.
+    """
+    arguments = _arguments(directory, model, opt, extra, scaler, keep_last)
+    return _C.async_save_checkpoint(*arguments)
+
+
+atexit.register(_C.finish_background_saves)
+
+
+def _arguments(
+    directory: Path,
+    model: nn.Module,
+    opt: ZeroOptimizer | None,
+    extra: Any,
+    scaler: torch.amp.GradScaler | None,
+    keep_last: int | None,
+) -> tuple[Any, ...]:
+    """Of the core's two saves. Collective."""
     engine = _engine_of(model, opt)
     if keep_last is not None and (isinstance(keep_last, bool) or keep_last < 1):
         raise ValueError(f"expected keep_last to be at least 1, or None, got {keep_last!r}")
@@ -59,7 +100,7 @@ def save(
     }
     texts = (_to_json("param_groups", optimizer), _to_json("scaler", scalars), extra_text)
     native = opt is not None and opt._name is not None
-    _C.save_checkpoint(
+    return (
         os.fspath(directory),
         engine,
         native,

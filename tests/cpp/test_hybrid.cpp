@@ -29,8 +29,8 @@ namespace {
 // "mixed" as on several hosts: memory within a row, Gloo between them.
 std::shared_ptr<Communicator> make(const Groups& groups, const std::string& transport) {
   if (transport == "mixed") {
-    auto shard = make_transports(groups.shard, 60.0, 1, "host");
-    auto replicate = make_transports(groups.replicate, 60.0, 1, "group");
+    auto shard = make_transports(membership_of(groups.shard), 60.0, 1, "host");
+    auto replicate = make_transports(membership_of(groups.replicate), 60.0, 1, "group");
     return std::make_shared<QueuedCommunicator>(
         std::make_unique<HybridTransport>(std::move(shard[0]), std::move(replicate[0])));
   }

@@ -150,3 +150,31 @@ TEST_CASE("what does not fit is refused before anything is changed", "[checkpoin
     require(equal(contents(sgd, *momentum), before), "unchanged weights");
   });
 }
+
+TEST_CASE("a save in the background holds what the model was", "[checkpoint]") {
+  const Folder folder;
+  for (const std::string transport : {"host", "group"}) {
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      run_ranks(3, [&](int64_t rank, const auto& group) {
+        const std::string path = folder.path(transport + std::to_string(stage) + "-");
+        zero::Options options = options_of(stage);
+        options.transport = transport;
+        const auto model = make_gpt();
+        zero::ZeroOptimizer optimizer(*model, options, zero::AdamW{.lr = 0.01}, group);
+        train(optimizer, *model, rank, 0);
+        const State before = contents(optimizer, *model);
+        zero::async_save(path + "1", *model, &optimizer, {.extra = "1"});
+        train(optimizer, *model, rank, 1); // dropping the handle loses nothing
+        const State after = contents(optimizer, *model);
+        const auto second = zero::async_save(path + "2", *model, &optimizer, {.extra = "2"});
+        train(optimizer, *model, rank, 2);
+        second->wait();
+        require(second->done() && second->directory() == path + "2", "the second has ended");
+        require(zero::load(path + "1", *model, &optimizer) == "1", "the first's extra");
+        require(equal(contents(optimizer, *model), before), "what the first saved");
+        require(zero::load(path + "2", *model, &optimizer) == "2", "the second's extra");
+        require(equal(contents(optimizer, *model), after), "what the second saved");
+      });
+    }
+  }
+}

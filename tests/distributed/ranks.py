@@ -2,7 +2,8 @@
 
 Plain multiprocessing over Gloo on loopback, one thread a rank, a time limit on
 all: `run(function, world, *arguments)` gives the ranks' return values in order,
-or fails with the first rank's traceback.
+or fails with the first rank's traceback. Ranks are forked from a server that has
+imported torch, and does nothing else; with `fresh=True` they are new programs.
 """
 
 from __future__ import annotations
@@ -31,9 +32,17 @@ def _free_port() -> int:
 
 
 def _work(
-    function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple
+    function: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    results: Any,
+    environment: dict[str, str],
+    arguments: tuple,
 ) -> None:
+    os.environ.clear()  # the server's, which is that of the first test
     os.environ.update(
+        environment,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         RANK=str(rank),
@@ -58,14 +67,21 @@ def _work(
 
 
 def run(
-    function: Callable[..., Any], world: int, *arguments: Any, limit_s: float = LIMIT_S
+    function: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    limit_s: float = LIMIT_S,
+    fresh: bool = False,
 ) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "zero_torch"])
     results = context.Queue()
     port = _free_port()
     processes = [
         context.Process(
-            target=_work, args=(function, rank, world, port, results, arguments), daemon=True
+            target=_work,
+            args=(function, rank, world, port, results, dict(os.environ), arguments),
+            daemon=True,
         )
         for rank in range(world)
     ]

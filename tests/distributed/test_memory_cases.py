@@ -86,7 +86,7 @@ def _dropped_again_and_again(rank: int, world: int) -> None:
 
 
 def test_e34_memory_is_flat_over_many_models() -> None:
-    run(_dropped_again_and_again, 2)
+    run(_dropped_again_and_again, 2, fresh=True)
 
 
 # E35
@@ -144,7 +144,7 @@ def _whole_on_rank_0(rank: int, world: int, stage: int) -> None:
 
 
 def test_e36_one_rank_asks_for_the_whole() -> None:
-    run(at_each_stage, 2, _whole_on_rank_0)
+    run(at_each_stage, 2, _whole_on_rank_0, fresh=True)
 
 
 # E39
@@ -217,4 +217,4 @@ def _constructed(rank: int, world: int, stage: int) -> None:
 
 
 def test_e35_e39_e40_gathering_backward_and_construction() -> None:
-    run(at_each_stage, 2, _whole_again_and_again, _gradients_held, _constructed)
+    run(at_each_stage, 2, _whole_again_and_again, _gradients_held, _constructed, fresh=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import statistics
 import weakref
 
 import pytest
@@ -141,10 +142,9 @@ def _lifetime(rank: int, world: int) -> None:
         gc.collect()
         assert all(ref() is None for ref in watch), round_
         sizes.append(_resident())
-    grown = sizes[-1] - sizes[3]
-    assert grown < 8 * 256 * 256 * 4, [
-        s >> 10 for s in sizes
-    ]  # less than one model in eight rounds
+    # Less than one model in six rounds; single values wander.
+    grown = statistics.median(sizes[6:]) - statistics.median(sizes[:6])
+    assert grown < 8 * 256 * 256 * 4, [size >> 10 for size in sizes]
 
 
 def _optimizers_come_and_go(rank: int, world: int) -> None:
@@ -182,4 +182,4 @@ def _lives(rank: int, world: int) -> None:
 
 
 def test_the_life_of_a_sharded_module() -> None:
-    run(_lives, 2)
+    run(_lives, 2, fresh=True)

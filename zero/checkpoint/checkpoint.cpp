@@ -88,6 +88,21 @@ void set_random_state(const std::string& bytes) {
   generator.set_state(state);
 }
 
+// [collective]
+checkpoint::SaveOptions
+options_of(const std::string& directory, ZeroOptimizer* optimizer, const SaveSettings& settings) {
+  checkpoint::SaveOptions options{.extra = settings.extra, .keep_last = settings.keep_last};
+  Engine* engine = nullptr;
+  if (optimizer != nullptr) {
+    require_native(*optimizer);
+    options.optimizer = checkpoint::to_json(section_of(*optimizer));
+    engine = &optimizer->engine();
+  }
+  const checkpoint::Together ranks(engine, "saving '" + directory + "'");
+  options.scalars = checkpoint::rng_to_json(ranks.run([] { return random_state(); }));
+  return options;
+}
+
 } // namespace
 
 void save(
@@ -95,15 +110,17 @@ void save(
     torch::nn::Module& module,
     ZeroOptimizer* optimizer,
     const SaveSettings& settings) {
-  const Contents contents = contents_of(module, optimizer);
-  checkpoint::SaveOptions options{.extra = settings.extra, .keep_last = settings.keep_last};
-  if (optimizer != nullptr) {
-    require_native(*optimizer);
-    options.optimizer = checkpoint::to_json(section_of(*optimizer));
-  }
-  const checkpoint::Together ranks(contents.engine.get(), "saving '" + directory + "'");
-  options.scalars = checkpoint::rng_to_json(ranks.run([] { return random_state(); }));
-  checkpoint::save(directory, contents, options);
+  checkpoint::save(
+      directory, contents_of(module, optimizer), options_of(directory, optimizer, settings));
+}
+
+std::shared_ptr<BackgroundSave> async_save(
+    const std::string& directory,
+    torch::nn::Module& module,
+    ZeroOptimizer* optimizer,
+    const SaveSettings& settings) {
+  return checkpoint::async_save(
+      directory, contents_of(module, optimizer), options_of(directory, optimizer, settings));
 }
 
 std::string load(

@@ -4,11 +4,11 @@
 // any number of ranks and any stage, from either language. See docs/checkpoints.md.
 
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <string>
-#include <vector>
 
 #include <zero/api.h>
+#include <zero/checkpoint/background_save.h>
 
 namespace torch::nn {
 class Module;
@@ -33,6 +33,16 @@ struct SaveSettings {
 // a module that is not sharded, in one process. Throws c10::NotImplementedError for an
 // optimizer that steps by a factory's torch::optim optimizer.
 ZERO_API void save(
+    const std::string& directory,
+    torch::nn::Module& module,
+    ZeroOptimizer* optimizer = nullptr,
+    const SaveSettings& settings = {});
+
+// [collective] The same, but returns when each rank has copied its share, which threads
+// write while training goes on: memory of this rank's shards until then. The handle's
+// wait() throws what goes wrong later, on all ranks; so does the next save(), async_save()
+// or load() of the optimizer, which waits for it. So does the end of the process.
+ZERO_API std::shared_ptr<BackgroundSave> async_save(
     const std::string& directory,
     torch::nn::Module& module,
     ZeroOptimizer* optimizer = nullptr,

@@ -8,6 +8,7 @@
 
 #include <zero/checkpoint/directory.h>
 #include <zero/checkpoint/permute.h>
+#include <zero/checkpoint/save.h>
 #include <zero/checkpoint/together.h>
 #include <zero/sharding/optimizer_state.h>
 
@@ -21,6 +22,7 @@ std::vector<int64_t> order_of(const at::Tensor& tensor) {
 }
 
 Manifest agreed_manifest(const std::string& directory, Engine* engine) {
+  settle_background_save(engine);
   const Together ranks(engine, "loading '" + directory + "'");
   Manifest manifest;
   const std::vector<std::string> generations = ranks.run([&] {

@@ -110,10 +110,8 @@ std::vector<WrittenFile> PartWriter::finish() {
   return files;
 }
 
-void sort_for_writing(std::vector<OwnPiece>& pieces) {
-  std::stable_sort(pieces.begin(), pieces.end(), [](const OwnPiece& a, const OwnPiece& b) {
-    return itemsize_of(a) > itemsize_of(b);
-  });
+bool written_before(const OwnPiece& a, const OwnPiece& b) {
+  return itemsize_of(a) > itemsize_of(b);
 }
 
 void add_files(Manifest& manifest, const std::vector<WrittenFile>& files) {

@@ -60,7 +60,7 @@ struct PartTarget {
 // finished are removed with the object. Without pieces it writes no file.
 class ZERO_API PartWriter {
  public:
-  // Pieces in falling order of itemsize (sort_for_writing).
+  // Pieces in the order of written_before().
   PartWriter(
       const SaveDirectory& directory,
       const PartTarget& target,
@@ -82,8 +82,8 @@ class ZERO_API PartWriter {
   int64_t missing_ = 0; // bytes of the last writer
 };
 
-// By falling itemsize, else in the order given.
-ZERO_API void sort_for_writing(std::vector<OwnPiece>& pieces);
+// By falling itemsize: for a stable sort.
+ZERO_API bool written_before(const OwnPiece& a, const OwnPiece& b);
 
 // Adds files and their pieces to a manifest that has the tensors already. A
 // c10::ValueError where one of them is not there.

@@ -1,239 +1,107 @@
 #include <zero/checkpoint/save.h>
 
-#include <algorithm>
-#include <map>
-#include <optional>
 #include <utility>
 
 #include <torch/version.h>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 
-#include <zero/checkpoint/directory.h>
-#include <zero/checkpoint/dtypes.h>
-#include <zero/checkpoint/permute.h>
-#include <zero/checkpoint/together.h>
+#include <zero/checkpoint/prepared_save.h>
 
 namespace zero::checkpoint {
-
-std::string state_name(const std::string& parameter, const std::string& state) {
-  return parameter + ":" + state;
-}
-
-std::pair<std::string, std::string> split_state_name(const std::string& name) {
-  const size_t colon = name.rfind(':');
-  return {name.substr(0, colon), name.substr(colon + 1)};
-}
-
 namespace {
 
-// A piece to write: where it goes, and its elements.
-struct Source {
-  OwnPiece piece;
-  at::Tensor values; // one-dimensional, or a loose tensor
-};
-
-struct Collected {
-  std::vector<ManifestTensor> tensors; // without pieces; the same on all ranks
-  std::vector<Source> parameters; // and buffers
-  std::vector<Source> state;
-};
-
-ManifestTensor
-describe(std::string name, const at::Tensor& like, c10::ScalarType dtype, TensorKind kind) {
-  ManifestTensor tensor{.name = std::move(name), .dtype = dtype, .kind = kind};
-  tensor.shape = like.sizes().vec();
-  if (like.is_non_overlapping_and_dense()) {
-    tensor.order = memory_order(tensor.shape, like.strides().vec());
-  }
-  return tensor;
-}
-
-void add(std::vector<Source>& sources, const std::string& name, int64_t begin, at::Tensor values) {
-  OwnPiece piece{name, values.scalar_type(), begin, values.numel()};
-  sources.push_back({std::move(piece), std::move(values)});
-}
-
-// What of a foreign state this rank writes: at stage 0, where all ranks have all of it,
-// and with replicas, the same part as of the parameter.
-at::Tensor own_part(
-    const ForeignState& state,
-    const std::map<int64_t, const StoredPart*>& values,
-    int64_t held_begin) {
-  const auto found = values.find(state.index);
-  if (found == values.end()) {
-    return {};
-  }
-  const StoredPart& part = *found->second;
-  return state.values.narrow(0, part.begin - held_begin, part.values.numel());
-}
-
-// Names and dtypes of state, by parameter, of all ranks: some have no part of it.
-using StateKinds = std::map<int64_t, std::map<std::string, c10::ScalarType>>;
-
-StateKinds agree_on_state(const StateKinds& own, const Together& ranks) {
-  std::string text;
-  for (const auto& [index, states] : own) {
-    for (const auto& [name, dtype] : states) {
-      text += c10::str(index, " ", dtype_name(dtype, name), " ", name, "\n");
-    }
-  }
-  StateKinds all = own;
-  for (const std::string& theirs : ranks.run([&] { return text; })) {
-    size_t at = 0;
-    while (at < theirs.size()) {
-      const size_t end = theirs.find('\n', at);
-      const size_t first = theirs.find(' ', at);
-      const size_t second = theirs.find(' ', first + 1);
-      const auto dtype = dtype_named(theirs.substr(first + 1, second - first - 1));
-      all[std::stoll(theirs.substr(at, first - at))].emplace(
-          theirs.substr(second + 1, end - second - 1), dtype.value());
-      at = end + 1;
-    }
-  }
-  return all;
-}
-
-void collect_engine(const Contents& contents, const Together& ranks, Collected& collected) {
-  Engine& engine = *contents.engine;
-  const std::vector<StoredPart> parts = engine.own_parts();
-  std::map<int64_t, const StoredPart*> values;
-  StateKinds kinds;
-  for (const StoredPart& part : parts) {
-    if (part.state.empty()) {
-      values[part.index] = &part;
-      add(collected.parameters, engine.parameter(part.index).name, part.begin, part.values);
-    } else if (contents.native_state) {
-      kinds[part.index][part.state] = part.values.scalar_type();
-      const std::string& name = engine.parameter(part.index).name;
-      add(collected.state, state_name(name, part.state), part.begin, part.values);
-    }
-  }
-  for (const ForeignState& state : contents.foreign) {
-    kinds[state.index][state.name] = state.values.scalar_type();
-    const at::Tensor own = own_part(state, values, engine.held_begin(state.index));
-    if (own.defined()) {
-      const std::string& name = engine.parameter(state.index).name;
-      add(collected.state, state_name(name, state.name), values[state.index]->begin, own);
-    }
-  }
-  kinds = agree_on_state(kinds, ranks);
-  for (int64_t i = 0; i < engine.parameter_count(); ++i) {
-    if (!engine.is_flat(i)) {
-      continue;
-    }
-    const NamedParameter& parameter = engine.parameter(i);
-    const auto dtype = engine.has_master(i) ? at::kFloat : parameter.tensor.scalar_type();
-    collected.tensors.push_back(
-        describe(parameter.name, parameter.tensor, dtype, TensorKind::parameter));
-    for (const auto& [name, state_dtype] : kinds[i]) {
-      collected.tensors.push_back(describe(
-          state_name(parameter.name, name), parameter.tensor, state_dtype, TensorKind::state));
-    }
-  }
-}
-
-Collected collect(const Contents& contents, const Together& ranks) {
-  Collected collected;
-  if (contents.engine) {
-    collect_engine(contents, ranks, collected);
-  }
-  for (const LooseTensor& loose : contents.loose) {
-    collected.tensors.push_back(
-        describe(loose.name, loose.tensor, loose.tensor.scalar_type(), loose.kind));
-    if (ranks.rank() == 0) {
-      add(collected.parameters, loose.name, 0, loose.tensor.detach());
-    }
-  }
-  return collected;
-}
-
-// A loose tensor's elements in its memory order.
-at::Tensor flat(const at::Tensor& tensor) {
-  const at::Tensor local = tensor.cpu();
-  if (local.is_non_overlapping_and_dense()) {
-    return local.as_strided({local.numel()}, {1});
-  }
-  return local.contiguous().view({-1});
-}
-
 std::vector<WrittenFile>
-write(const SaveDirectory& directory, const PartTarget& target, std::vector<Source> sources) {
-  std::stable_sort(sources.begin(), sources.end(), [](const Source& a, const Source& b) {
-    return c10::elementSize(a.piece.dtype) > c10::elementSize(b.piece.dtype);
-  });
+write(const SaveDirectory& directory, const PartTarget& target, std::vector<Source>& sources) {
   std::vector<OwnPiece> pieces;
+  pieces.reserve(sources.size());
   for (const Source& source : sources) {
     pieces.push_back(source.piece);
   }
   PartWriter writer(directory, target, pieces);
-  for (const Source& source : sources) {
-    const at::Tensor values = flat(source.values);
+  for (Source& source : sources) {
+    const at::Tensor values = flat(std::exchange(source.values, {}));
     writer.write(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
   }
   return writer.finish();
 }
 
-Manifest make_manifest(
-    const Contents& contents,
-    const SaveOptions& options,
-    const std::string& generation,
-    Collected& collected,
-    const std::vector<std::string>& written) {
+} // namespace
+
+PreparedSave::PreparedSave(std::string path, const Contents& contents, SaveOptions options)
+    : path_(std::move(path)),
+      options_(std::move(options)),
+      tied_(contents.tied),
+      stage_(contents.engine ? contents.engine->options().stage : 0) {
+  const at::NoGradGuard no_grad;
+  const Together ranks(contents.engine.get(), "saving '" + path_ + "'");
+  generation_ = ranks.run_first([] { return new_generation(); });
+  collected_ = collect(contents, ranks);
+  ranks.run_first([&] { // one makes it, the others find it
+    directory_ = std::make_unique<SaveDirectory>(path_, generation_);
+    return std::string();
+  });
+}
+
+void PreparedSave::copy() {
+  const at::NoGradGuard no_grad;
+  for (auto* sources : {&collected_.parameters, &collected_.state}) {
+    for (Source& source : *sources) {
+      const at::Tensor values = flat(source.values);
+      source.values = at::empty_like(values).copy_(values);
+    }
+  }
+}
+
+Manifest PreparedSave::manifest(const std::vector<std::string>& written) {
   Manifest manifest;
   manifest.library = "zero " ZERO_VERSION;
   manifest.torch = TORCH_VERSION;
   manifest.world_size = static_cast<int64_t>(written.size());
-  manifest.stage = contents.engine ? contents.engine->options().stage : 0;
-  manifest.generation = generation;
-  manifest.tensors = std::move(collected.tensors);
-  manifest.tied = contents.tied;
-  manifest.optimizer = options.optimizer;
-  manifest.scalars = options.scalars;
-  manifest.extra = options.extra;
+  manifest.stage = stage_;
+  manifest.generation = generation_;
+  manifest.tensors = std::move(collected_.tensors);
+  manifest.tied = tied_;
+  manifest.optimizer = options_.optimizer;
+  manifest.scalars = options_.scalars;
+  manifest.extra = options_.extra;
   for (const std::string& of_rank : written) {
     add_files(manifest, written_files_from_json(of_rank));
   }
   return manifest;
 }
 
-} // namespace
-
-void save(const std::string& path, const Contents& contents, const SaveOptions& options) {
+void PreparedSave::finish(const Together& ranks) {
   const at::NoGradGuard no_grad;
-  const Together ranks(contents.engine.get(), "saving '" + path + "'");
-  const std::string generation = ranks.run_first([] { return new_generation(); });
-  Collected collected = collect(contents, ranks);
-  std::optional<SaveDirectory> directory;
-  ranks.run_first([&] { // one makes it, the others find it
-    directory.emplace(path, generation);
-    return std::string();
-  });
+  const int64_t rank = ranks.rank();
   const std::vector<std::string> written = ranks.run([&] {
-    if (!directory) {
-      directory.emplace(path, generation);
+    if (!directory_) {
+      directory_ = std::make_unique<SaveDirectory>(path_, generation_);
     }
     std::vector<WrittenFile> files = write(
-        *directory,
-        {FileKind::parameters, ranks.rank(), options.part_bytes},
-        std::move(collected.parameters));
-    const std::vector<WrittenFile> state = write(
-        *directory,
-        {FileKind::optimizer, ranks.rank(), options.part_bytes},
-        std::move(collected.state));
+        *directory_, {FileKind::parameters, rank, options_.part_bytes}, collected_.parameters);
+    const std::vector<WrittenFile> state =
+        write(*directory_, {FileKind::optimizer, rank, options_.part_bytes}, collected_.state);
     files.insert(files.end(), state.begin(), state.end());
     return to_json(files);
   });
-  if (ranks.rank() != 0) {
-    directory->release();
+  if (rank != 0) {
+    directory_->release();
   }
   ranks.run_first([&] {
-    directory->commit(to_json(make_manifest(contents, options, generation, collected, written)));
-    if (options.keep_last > 0) {
-      rotate(path, options.keep_last);
+    directory_->commit(to_json(manifest(written)));
+    if (options_.keep_last > 0) {
+      rotate(path_, options_.keep_last);
     }
     return std::string();
   });
+}
+
+void save(const std::string& path, const Contents& contents, const SaveOptions& options) {
+  settle_background_save(contents.engine.get());
+  PreparedSave prepared(path, contents, options);
+  prepared.finish(Together(contents.engine.get(), "saving '" + path + "'"));
 }
 
 } // namespace zero::checkpoint

@@ -1,6 +1,7 @@
 #include <zero/checkpoint/together.h>
 
 #include <exception>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -8,6 +9,26 @@
 #include <zero/comm/texts.h>
 
 namespace zero::checkpoint {
+
+Together::Together(Engine* engine, std::string what) : what_(std::move(what)) {
+  if (engine != nullptr) {
+    rank_ = engine->rank();
+    size_ = engine->world_size();
+    exchange_ = [engine](const at::Tensor& bytes) { return engine->exchange(bytes); };
+  }
+}
+
+Together::Together(std::shared_ptr<comm::Communicator> communicator, std::string what)
+    : what_(std::move(what)) {
+  if (communicator) {
+    rank_ = communicator->rank();
+    size_ = communicator->size();
+    exchange_ = [communicator = std::move(communicator), what = what_](const at::Tensor& bytes) {
+      return communicator->exchange(bytes, {.what = what, .training = false});
+    };
+  }
+}
+
 std::vector<std::string> Together::run(const std::function<std::string()>& step) const {
   std::exception_ptr own;
   std::string told(1, '+');
@@ -18,10 +39,10 @@ std::vector<std::string> Together::run(const std::function<std::string()>& step)
     told.assign(1, '-').append(comm::text_of(own));
   }
   std::vector<std::string> results;
-  if (engine_ == nullptr) {
+  if (!exchange_) {
     results.push_back(told);
   } else {
-    for (const at::Tensor& bytes : engine_->exchange(comm::bytes_of(told))) {
+    for (const at::Tensor& bytes : exchange_(comm::bytes_of(told))) {
       results.push_back(comm::text_of(bytes));
     }
   }

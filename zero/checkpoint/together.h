@@ -3,6 +3,7 @@
 // Steps that all ranks take or none: each says how its own went before any goes on.
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,14 +13,16 @@ namespace zero::checkpoint {
 
 class Together {
  public:
-  // `engine` null: one rank alone. `what` is for errors: "saving run/step-1000".
-  Together(Engine* engine, std::string what) : engine_(engine), what_(std::move(what)) {}
+  // Null: one rank alone. `what` is for errors: "saving run/step-1000".
+  Together(Engine* engine, std::string what);
+  // Not over what the engine trains with, so on any thread.
+  Together(std::shared_ptr<comm::Communicator> communicator, std::string what);
 
   int64_t rank() const {
-    return engine_ == nullptr ? 0 : engine_->rank();
+    return rank_;
   }
   int64_t size() const {
-    return engine_ == nullptr ? 1 : engine_->world_size();
+    return size_;
   }
   // [collective] Runs `step` on this rank; every rank's result, in rank order. Where one
   // throws, it throws on all ranks: there its own error, elsewhere one that names it.
@@ -28,8 +31,10 @@ class Together {
   std::string run_first(const std::function<std::string()>& step) const;
 
  private:
-  Engine* const engine_;
-  const std::string what_;
+  std::function<std::vector<at::Tensor>(const at::Tensor&)> exchange_; // none: one rank
+  int64_t rank_ = 0;
+  int64_t size_ = 1;
+  std::string what_;
 };
 
 } // namespace zero::checkpoint

@@ -121,6 +121,10 @@ class ZERO_API Communicator {
     return nullptr;
   }
 
+  // [collective] Another communicator over the same ranks and transport, ordered and broken
+  // by itself: for what goes on beside the traffic of this one.
+  virtual std::shared_ptr<Communicator> duplicate() const = 0;
+
   // Whether ranks can start anew after a failure, which else breaks every later
   // operation.
   virtual bool recovers() const {

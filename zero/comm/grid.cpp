@@ -4,6 +4,7 @@
 #include <zero/comm/groups.h>
 
 #include <atomic>
+#include <optional>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -94,13 +95,38 @@ class GridCheck {
   std::string complaint_; // the first; all rounds are gone through all the same
 };
 
-Transports transports_or_none(
-    const Group& group,
+std::vector<std::shared_ptr<Communicator>> over(
+    const std::optional<Membership>& shard,
+    const std::optional<Membership>& replicate,
     double timeout_seconds,
     int64_t count,
     const std::string& transport) {
-  return group->getSize() > 1 ? make_transports(group, timeout_seconds, count, transport)
-                              : Transports(count);
+  const auto another = [=] {
+    return over(shard, replicate, timeout_seconds, 1, transport).front();
+  };
+  const auto made_over = [&](const std::optional<Membership>& membership) {
+    return membership ? make_transports(*membership, timeout_seconds, count, transport)
+                      : Transports(count);
+  };
+  Transports shards = made_over(shard);
+  Transports replicas = made_over(replicate);
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (int64_t i = 0; i < count; ++i) {
+    if (shards[i] || replicas[i]) {
+      communicators.push_back(
+          std::make_shared<QueuedCommunicator>(
+              std::make_unique<HybridTransport>(std::move(shards[i]), std::move(replicas[i])),
+              another));
+    } else {
+      communicators.push_back(std::make_shared<LocalCommunicator>());
+    }
+  }
+  return communicators;
+}
+
+// None where a rank is alone.
+std::optional<Membership> membership_in(const Group& group) {
+  return group->getSize() > 1 ? std::optional(membership_of(group)) : std::nullopt;
 }
 
 } // namespace
@@ -112,7 +138,12 @@ exchange_texts(const Group& group, const std::string& text, double timeout_secon
   }
   const BlockingScope scope;
   return tell_all(
-      *new_store(group), "text", group->getRank(), group->getSize(), text, timeout_seconds);
+      *new_store(membership_of(group)),
+      "text",
+      group->getRank(),
+      group->getSize(),
+      text,
+      timeout_seconds);
 }
 
 std::vector<std::shared_ptr<Communicator>> communicators_of(
@@ -133,19 +164,12 @@ std::vector<std::shared_ptr<Communicator>> communicators_of(
       " group; give a group of one rank where there is nothing to ",
       groups.shard ? "replicate" : "shard");
   GridCheck(groups, timeout_seconds).run();
-  auto shard = transports_or_none(groups.shard, timeout_seconds, count, transport);
-  auto replicate = transports_or_none(groups.replicate, timeout_seconds, count, transport);
-  std::vector<std::shared_ptr<Communicator>> communicators;
-  for (int64_t i = 0; i < count; ++i) {
-    if (shard[i] || replicate[i]) {
-      communicators.push_back(
-          std::make_shared<QueuedCommunicator>(
-              std::make_unique<HybridTransport>(std::move(shard[i]), std::move(replicate[i]))));
-    } else {
-      communicators.push_back(std::make_shared<LocalCommunicator>());
-    }
-  }
-  return communicators;
+  return over(
+      membership_in(groups.shard),
+      membership_in(groups.replicate),
+      timeout_seconds,
+      count,
+      transport);
 }
 
 } // namespace comm

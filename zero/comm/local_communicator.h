@@ -29,6 +29,9 @@ class LocalCommunicator final : public Communicator {
   std::string transport() const override {
     return "none (one rank)";
   }
+  std::shared_ptr<Communicator> duplicate() const override {
+    return std::make_shared<LocalCommunicator>();
+  }
 
  private:
   // Calls alone: one rank sends nothing.

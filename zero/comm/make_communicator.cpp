@@ -26,10 +26,6 @@ namespace {
 using Communicators = std::vector<std::shared_ptr<Communicator>>;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
-c10::intrusive_ptr<c10d::Store> new_store(const Store& store, int64_t rank) {
-  return c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", rank), store);
-}
-
 // Ranks that were told different things would wait for each other elsewhere.
 void compare_choices(
     c10d::Store& store,
@@ -63,13 +59,13 @@ Transports over_host(const std::shared_ptr<HostGroup>& host, double timeout_seco
   return transports;
 }
 
-Transports
-over_group(const Store& store, const Place& place, double timeout_seconds, int64_t count) {
+Transports over_group(const Membership& membership, double timeout_seconds, int64_t count) {
+  const Place& place = membership.place;
   const SigpipeBlock no_sigpipe;
   Transports transports;
   std::shared_ptr<FailureBoard> board;
   for (int64_t i = 0; i < count; ++i) {
-    const auto own_store = new_store(store, place.rank);
+    const auto own_store = new_store(membership);
     if (count > 1 && !board) {
       board = std::make_shared<FailureBoard>(own_store, place.rank, place.size);
     }
@@ -81,9 +77,22 @@ over_group(const Store& store, const Place& place, double timeout_seconds, int64
   return transports;
 }
 
+Communicators over(
+    const Membership& membership,
+    double timeout_seconds,
+    int64_t count,
+    const std::string& transport) {
+  const auto another = [=] { return over(membership, timeout_seconds, 1, transport).front(); };
+  Communicators communicators;
+  for (auto& made : make_transports(membership, timeout_seconds, count, transport)) {
+    communicators.push_back(std::make_shared<QueuedCommunicator>(std::move(made), another));
+  }
+  return communicators;
+}
+
 } // namespace
 
-Store new_store(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+Membership membership_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const auto store = group->getStore();
   TORCH_CHECK_VALUE(
       store,
@@ -93,7 +102,12 @@ Store new_store(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
       group->getSize(),
       "); make it with zero::init(), zero::make_gloo_group() or "
       "torch.distributed.init_process_group(), or give c10d::ProcessGroup's constructor its store");
-  return new_store(store, group->getRank());
+  return {store, {group->getRank(), group->getSize()}};
+}
+
+Store new_store(const Membership& membership) {
+  const auto& [store, place] = membership;
+  return c10::make_intrusive<c10d::PrefixStore>(next_prefix(*store, "comm", place.rank), store);
 }
 
 void check_choice(double timeout_seconds, const std::string& transport) {
@@ -105,13 +119,13 @@ void check_choice(double timeout_seconds, const std::string& transport) {
 }
 
 Transports make_transports(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const Membership& membership,
     double timeout_seconds,
     int64_t count,
     const std::string& transport) {
-  const Place place{group->getRank(), group->getSize()};
+  const Place& place = membership.place;
   const BlockingScope scope;
-  const auto meeting = new_store(group);
+  const auto meeting = new_store(membership);
   compare_choices(*meeting, place, transport, timeout_seconds);
   if (transport != "group") {
     std::string why_not;
@@ -131,7 +145,7 @@ Transports make_transports(
         place.size,
         "); use transport=\"group\" or \"auto\"");
   }
-  return over_group(group->getStore(), place, timeout_seconds, count);
+  return over_group(membership, timeout_seconds, count);
 }
 
 Communicators make_communicators(
@@ -147,10 +161,7 @@ Communicators make_communicators(
     }
     return communicators;
   }
-  for (auto& made : make_transports(group, timeout_seconds, count, transport)) {
-    communicators.push_back(std::make_shared<QueuedCommunicator>(std::move(made)));
-  }
-  return communicators;
+  return over(membership_of(group), timeout_seconds, count, transport);
 }
 
 std::shared_ptr<Communicator> make_communicator(

@@ -34,12 +34,19 @@ OperationHeader make_header(Kind kind, const Tag& tag, const ReduceArguments& ar
 
 } // namespace
 
-QueuedCommunicator::QueuedCommunicator(std::unique_ptr<Transport> transport)
+QueuedCommunicator::QueuedCommunicator(std::unique_ptr<Transport> transport, Another another)
     : place_(transport->place()),
       shard_place_(transport->shard_place()),
       process_(getpid()),
+      another_(std::move(another)),
       queue_(std::make_shared<OperationQueue>(std::move(transport))),
       worker_([queue = queue_] { work_on(*queue); }) {}
+
+std::shared_ptr<Communicator> QueuedCommunicator::duplicate() const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      another_, "[zero.comm] expected a communicator of a process group to duplicate");
+  return another_();
+}
 
 QueuedCommunicator::~QueuedCommunicator() {
   if (getpid() != process_) {

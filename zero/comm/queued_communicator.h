@@ -3,6 +3,7 @@
 // A Communicator over a Transport: calls check their arguments, queue an operation
 // and return. Holds the queue and the thread that works on it.
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -14,7 +15,9 @@ namespace zero::comm {
 
 class QueuedCommunicator final : public Communicator {
  public:
-  explicit QueuedCommunicator(std::unique_ptr<Transport> transport);
+  // `another`: what duplicate() does.
+  using Another = std::function<std::shared_ptr<Communicator>()>;
+  explicit QueuedCommunicator(std::unique_ptr<Transport> transport, Another another = nullptr);
   // Not collective. Gives operations in flight a moment, then abandons them.
   ~QueuedCommunicator() override;
 
@@ -42,6 +45,7 @@ class QueuedCommunicator final : public Communicator {
   GroupTraffic group_traffic() const override;
   std::string transport() const override;
   std::shared_ptr<memory::BufferSource> buffers() const override;
+  std::shared_ptr<Communicator> duplicate() const override;
   bool recovers() const override {
     return queue_->recovers();
   }
@@ -61,6 +65,7 @@ class QueuedCommunicator final : public Communicator {
   const Place place_;
   const Place shard_place_;
   const int64_t process_; // in a forked child there is no worker
+  const Another another_;
   const std::shared_ptr<OperationQueue> queue_;
   std::thread worker_;
 };

@@ -258,6 +258,8 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   void broadcast(const std::vector<at::Tensor>& tensors, int64_t root);
   std::vector<at::Tensor> exchange(const at::Tensor& bytes);
   bool agree_any(bool value);
+  // [collective] For exchanges on other threads, while this engine is at work.
+  std::shared_ptr<comm::Communicator> duplicate_communicator();
 
   // Bytes.
   struct Report {

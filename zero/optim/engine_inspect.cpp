@@ -273,6 +273,11 @@ std::vector<at::Tensor> Engine::exchange(const at::Tensor& bytes) {
       bytes, {"a Python value", -1, impl_->gradients.steps(), false});
 }
 
+std::shared_ptr<comm::Communicator> Engine::duplicate_communicator() {
+  impl_->announce("async_save");
+  return impl_->communicator->duplicate();
+}
+
 bool Engine::agree_any(bool value) {
   bool any = false;
   const at::Tensor own = at::full({1}, value ? 1 : 0, at::kByte);
