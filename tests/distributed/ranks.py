@@ -66,13 +66,10 @@ def _work(
     os._exit(0)  # a peer that failed must not hold this rank at exit
 
 
-def run(
-    function: Callable[..., Any],
-    world: int,
-    *arguments: Any,
-    limit_s: float = LIMIT_S,
-    fresh: bool = False,
-) -> list[Any]:
+def start(
+    function: Callable[..., Any], world: int, *arguments: Any, fresh: bool = False
+) -> tuple[list[Any], Any]:
+    """The processes of ranks that run ``function``, and the queue of their results."""
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "zero_torch"])
     results = context.Queue()
@@ -87,6 +84,17 @@ def run(
     ]
     for process in processes:
         process.start()
+    return processes, results
+
+
+def run(
+    function: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    limit_s: float = LIMIT_S,
+    fresh: bool = False,
+) -> list[Any]:
+    processes, results = start(function, world, *arguments, fresh=fresh)
     outcome: dict[int, tuple[str, Any]] = {}
     deadline = time.monotonic() + limit_s
     try:
