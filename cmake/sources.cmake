@@ -6,17 +6,20 @@ set(ZERO_SOURCES
     zero/autograd/operation_traits.cpp
     zero/autograd/use_guard.cpp
     zero/checkpoint/background_save.cpp
-  zero/checkpoint/checkpoint.cpp
+    zero/checkpoint/checkpoint.cpp
     zero/checkpoint/checksum.cpp
-  zero/checkpoint/collect.cpp
+    zero/checkpoint/collect.cpp
+    zero/checkpoint/consolidate.cpp
     zero/checkpoint/data_files.cpp
     zero/checkpoint/directory.cpp
     zero/checkpoint/dtypes.cpp
+    zero/checkpoint/export_files.cpp
     zero/checkpoint/files.cpp
     zero/checkpoint/json_text.cpp
     zero/checkpoint/load.cpp
     zero/checkpoint/manifest.cpp
     zero/checkpoint/manifest_json.cpp
+    zero/checkpoint/match.cpp
     zero/checkpoint/parts.cpp
     zero/checkpoint/parts_json.cpp
     zero/checkpoint/permute.cpp
@@ -28,6 +31,7 @@ set(ZERO_SOURCES
     zero/checkpoint/safetensors_writer.cpp
     zero/checkpoint/save.cpp
     zero/checkpoint/together.cpp
+    zero/checkpoint/weights.cpp
     zero/comm/arguments.cpp
     zero/comm/blocking.cpp
     zero/comm/collectives.cpp
@@ -133,7 +137,8 @@ set(ZERO_BINDING_SOURCES
     csrc/bindings/layout.cpp
     csrc/bindings/module.cpp
     csrc/bindings/options.cpp
-    csrc/bindings/unit_hook.cpp)
+    csrc/bindings/unit_hook.cpp
+    csrc/bindings/weights.cpp)
 
 set(ZERO_TEST_SOURCES
     tests/cpp/test_checkpoint.cpp
@@ -142,6 +147,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_checkpoint_plan.cpp
     tests/cpp/test_comm.cpp
     tests/cpp/test_comm_faults.cpp
+    tests/cpp/test_consolidate.cpp
     tests/cpp/test_ema.cpp
     tests/cpp/test_comm_hooks.cpp
     tests/cpp/test_engine.cpp

@@ -15,6 +15,7 @@ void init_comm_hooks(py::module_& module);
 void init_engine(py::module_& module);
 void init_ema(py::module_& module);
 void init_checkpoint(py::module_& module);
+void init_weights(py::module_& module);
 void init_unit_hook(py::module_& module);
 
 } // namespace zero::bindings

@@ -1,8 +1,7 @@
 // Checkpoints: the core of zero_torch.save and zero_torch.load.
 
 #include "bindings.h"
-
-#include <pybind11/stl.h>
+#include "contents.h"
 
 #include <zero/checkpoint/background_save.h>
 #include <zero/checkpoint/directory.h>
@@ -10,30 +9,26 @@
 #include <zero/checkpoint/save.h>
 
 namespace zero::bindings {
-namespace {
 
-namespace ckpt = zero::checkpoint;
-using NoGil = py::call_guard<py::gil_scoped_release>;
-// (name, tensor, whether it is a parameter)
-using Loose = std::vector<std::tuple<std::string, at::Tensor, bool>>;
-using Foreign = std::vector<std::tuple<int64_t, std::string, at::Tensor>>;
-using Names = std::vector<std::pair<std::string, std::string>>;
-using MaybeEngine = std::optional<std::shared_ptr<Engine>>; // None: a plain model
-
-ckpt::Contents
+checkpoint::Contents
 contents_of(const MaybeEngine& engine, bool native_state, Loose loose, Foreign foreign) {
-  ckpt::Contents contents{.engine = engine.value_or(nullptr), .native_state = native_state};
+  checkpoint::Contents contents{.engine = engine.value_or(nullptr), .native_state = native_state};
   for (auto& [name, tensor, parameter] : loose) {
     contents.loose.push_back(
         {std::move(name),
          std::move(tensor),
-         parameter ? ckpt::TensorKind::parameter : ckpt::TensorKind::buffer});
+         parameter ? checkpoint::TensorKind::parameter : checkpoint::TensorKind::buffer});
   }
   for (auto& [index, name, values] : foreign) {
     contents.foreign.push_back({index, std::move(name), std::move(values)});
   }
   return contents;
 }
+
+namespace {
+
+namespace ckpt = zero::checkpoint;
+using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // Of save() and async_save(), which take the same.
 template <auto save>

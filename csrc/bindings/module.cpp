@@ -23,5 +23,6 @@ PYBIND11_MODULE(_C, module) {
   zero::bindings::init_engine(module);
   zero::bindings::init_ema(module);
   zero::bindings::init_checkpoint(module);
+  zero::bindings::init_weights(module);
   zero::bindings::init_unit_hook(module);
 }

@@ -746,6 +746,10 @@ def compress_fp16() -> CommHook:
     """
     fp32 gradients travel in float16, divided before they are rounded, summed in fp32.
     """
+def consolidate(directory: str, file: str, dtype: torch.dtype | None, max_file_bytes: typing.SupportsInt | typing.SupportsIndex, tied: bool, verify: bool) -> list[str]:
+    """
+    Whole tensors of a checkpoint in safetensors files; their paths.
+    """
 def exchange_texts(group: torch.distributed.distributed_c10d.ProcessGroup, text: str, timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> list[str]:
     """
     [collective] Every rank's text, in rank order, through the group's store.
@@ -760,6 +764,12 @@ def launch_environment() -> LaunchEnvironment | None:
     """
     What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.
     Raises ValueError naming a variable that is missing or malformed.
+    """
+def load_weights(where: str, open: collections.abc.Callable[[], dict[str, list[int]]], read: collections.abc.Callable[[str], torch.Tensor], engine: Engine | None, model: tuple[collections.abc.Sequence[tuple[str, torch.Tensor, bool]], collections.abc.Sequence[tuple[str, str]]], strict: bool) -> tuple[list[str], list[str]]:
+    """
+    [collective] Loads whole tensors: `open` gives all names and shapes, `read` the tensor of a
+    name. `model`: (name, tensor, whether it is a parameter) of what the engine does not hold, and
+    (name, first name) of what is tied. (missing, unexpected) names.
     """
 def make_layout(parameters: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]], world_size: typing.SupportsInt | typing.SupportsIndex, bucket_bytes: typing.SupportsInt | typing.SupportsIndex, first_bucket_bytes: typing.SupportsInt | typing.SupportsIndex) -> FlatLayout:
     """
@@ -776,6 +786,10 @@ def python_comm_hook(name: str, callable: typing.Any) -> CommHook:
     """
     A hook from `callable(bucket)`, which gives the finished gradient, or a future of it.
     """
+def read_manifest(directory: str) -> str:
+    """
+    The JSON text of a checkpoint's manifest, checked.
+    """
 def save_checkpoint(directory: str, engine: Engine | None, native_state: bool, loose: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], foreign: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, torch.Tensor]], tied: collections.abc.Sequence[tuple[str, str]], texts: tuple[str, str, str], keep_last: typing.SupportsInt | typing.SupportsIndex, part_bytes: typing.SupportsInt | typing.SupportsIndex) -> None:
     """
     [collective] Writes a checkpoint. `loose`: (name, tensor, whether it is a parameter) of what the
@@ -785,5 +799,9 @@ def save_checkpoint(directory: str, engine: Engine | None, native_state: bool, l
 def validate_rule(rule: AdamW | Adam | SGD | Lion) -> None:
     """
     Raises ValueError naming the hyper-parameter and its allowed range.
+    """
+def verify_checkpoint(directory: str) -> list[tuple[str, str]]:
+    """
+    Reads all data of a checkpoint; (file, what is wrong with it) of each problem.
     """
 PART_BYTES: int = 4294967296

@@ -17,6 +17,7 @@ _abi.check()
 from .checkpoint import async_save, latest, load, save  # noqa: E402
 from .comm_hooks import GradientBucket  # noqa: E402
 from .config import ZeroConfig  # noqa: E402
+from .consolidate import consolidate  # noqa: E402
 from .deferred import deferred_init  # noqa: E402
 from .ema import EMA  # noqa: E402
 from .init import init  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "ZeroModule",
     "ZeroOptimizer",
     "async_save",
+    "consolidate",
     "deferred_init",
     "full_grad",
     "full_param",

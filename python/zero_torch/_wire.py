@@ -31,3 +31,19 @@ def on_rank_0(engine: _C.Engine, action: Callable[[], Any]) -> Any:
     if told is not None:
         raise RuntimeError(f"rank 0 failed: {told}")
     return exchange(engine, result)[0]
+
+
+def together(engine: _C.Engine, action: Callable[[], Any]) -> Any:
+    """What ``action`` gives on this rank; where it fails on one, every rank raises. Collective."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    told = exchange(engine, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RuntimeError(f"rank {rank} failed: {text}")
+    return result

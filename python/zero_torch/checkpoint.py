@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _wire
+from . import _C, _weights, _wire
+from ._distributed_state import SavedOptimizer
 from .inspect import engines_of
 from .optimizer import ZeroOptimizer
 
@@ -125,6 +126,12 @@ def load(
 ) -> Any:
     """Loads what ``save`` saved, at any number of ranks and any stage; returns ``extra``.
 
+    Or a model that others saved: a safetensors file, Hugging Face's index of several or a folder of
+    them; a file of ``torch.save`` with a state dict, or with one under "model" or "state_dict"; a
+    directory of ``torch.distributed.checkpoint``, of which ``opt`` is loaded too, if given. Each
+    rank reads it, one tensor after the other, and keeps what it holds. Masters get its exact
+    values, and the state of an optimizer that is not given stays; returns None.
+
     Collective: each rank reads what it holds. With ``opt`` its param groups, step counts and state
     come along; without, the optimizer's files are not looked at. ``rng``: ranks that saved get
     their random states back. ``verify``: checksums are compared first, shared out among the ranks.
@@ -134,6 +141,20 @@ def load(
     missing, by name; param groups of other parameters, state of another rule.
     """
     engine = _engine_of(model, opt)
+    if _weights.found_at(directory):
+        saved = None
+        if opt is not None and _weights.has_optimizer(directory):
+            saved = _wire.together(opt._live, lambda: SavedOptimizer(directory, opt))
+        elif opt is not None:
+            raise ValueError(
+                f"expected a checkpoint of zero_torch.save in '{os.fspath(directory)}' to load an "
+                "optimizer from, got files of weights; leave opt out: masters are loaded with the "
+                "model, and its state stays"
+            )
+        _weights.load(directory, engine, (_loose(model, engine), _tied(model)), strict)
+        if opt is not None and saved is not None:
+            _wire.together(opt._live, saved.load)
+        return None
     checkpoint = _C.Checkpoint(os.fspath(directory), engine)
     loader = None
     if opt is not None:
@@ -203,14 +224,18 @@ def _loose(model: nn.Module, engine: _C.Engine | None) -> list[tuple[str, torch.
 
 
 def _tied(model: nn.Module) -> list[tuple[str, str]]:
-    """(name, the first name of the same parameter)."""
+    """(name, the first name of the same parameter or buffer), as in the state dict."""
     first: dict[int, str] = {}
     tied = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
+        if first.setdefault(id(parameter), name) != name:
             tied.append((name, first[id(parameter)]))
-        else:
-            first[id(parameter)] = name
+    for prefix, part in model.named_modules(remove_duplicate=False):
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                if first.setdefault(id(buffer), name) != name:
+                    tied.append((name, first[id(buffer)]))
     return tied
 
 

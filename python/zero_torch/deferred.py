@@ -17,14 +17,14 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._meta import Held, Written, attributes, constructed, held_tensors, is_plain, like, own
-from ._tensor_files import PathLike, TensorFiles
+from ._tensor_files import PathLike, StoredTensors, open_stored
 
 InitFn = Callable[[nn.Module], object]
 InitFrom = Mapping[str, torch.Tensor] | PathLike | Sequence[PathLike]
 
 _REMEDY = (
     "give it a reset_parameters() that fills them, or pass init_fn= (called with each module) or "
-    "init_from= (a state dict or safetensors files)"
+    "init_from= (a state dict or paths of files)"
 )
 _BUFFERS = "; a model built under zero_torch.deferred_init() keeps the values of its buffers"
 
@@ -70,9 +70,10 @@ class Materializer:
 
     - ``init_fn(module)``: initializes the module's own tensors, not those of its submodules. A
       module of which it writes nothing is left to ``reset_parameters()``.
-    - ``init_from``: a mapping of names to tensors, a safetensors file, a list of such, or a folder
-      of them. Values are converted to the parameter's dtype; files are read tensor by tensor. A
-      tied parameter may be there under any of its names.
+    - ``init_from``: a mapping of names to tensors, a safetensors file, a list of such, a folder or
+      an index of them, or another path that ``zero_torch.load`` reads. Values are converted to the
+      parameter's dtype; files are read tensor by tensor. A tied parameter may be there under any of
+      its names.
     - ``reset_parameters()``, or ``_reset_parameters()``.
 
     With both, ``init_fn`` runs first and may fill what ``init_from`` lacks.
@@ -204,7 +205,7 @@ class Materializer:
     def _values(self) -> Mapping[str, torch.Tensor] | None:
         if self._opened is None and self._init_from is not None:
             given = self._init_from
-            self._opened = given if isinstance(given, Mapping) else TensorFiles(given)
+            self._opened = given if isinstance(given, Mapping) else open_stored(given, "init_from")
         return self._opened
 
     def _check_values(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -213,9 +214,9 @@ class Materializer:
                 continue
             name, expected = held.name_in(values), tuple(held.tensor.shape)
             if name is not None:
-                in_file = isinstance(values, TensorFiles)
+                in_file = isinstance(values, StoredTensors)
                 found = (
-                    values.shape(name) if isinstance(values, TensorFiles) else values[name].shape
+                    values.shape(name) if isinstance(values, StoredTensors) else values[name].shape
                 )
                 if tuple(found) != expected:
                     raise ValueError(

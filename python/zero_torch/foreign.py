@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class ForeignRule:
                     f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
                 )
 
-    def load_states(self, states: dict[int, State], groups: Groups) -> None:
+    def load_states(self, states: Mapping[int, State], groups: Groups) -> None:
         """Replaces all state: what ``states`` lacks is cleared. No communication."""
         parts = {
             index: {name: self._part_of(index, name, value) for name, value in state.items()}

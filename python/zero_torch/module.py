@@ -41,7 +41,7 @@ class ZeroModule(nn.Module):
     (``generate``) gather what they read, as ``forward`` does. A module without storage (built on
     the meta device or under ``zero_torch.deferred_init()``) is materialized and initialized unit by
     unit: by ``init_fn(module)``, called for each submodule that has tensors of its own; or from
-    ``init_from``, a state dict or paths of safetensors files; or by the modules' own
+    ``init_from``, a state dict or paths of files that ``load`` reads; or by the modules' own
     ``reset_parameters``.
 
     Collective: all ranks construct it with equal arguments, and get rank 0's values of parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ class NativeRule:
         steps |= {name: int(state["step"]) for name, state in scalars.items() if "step" in state}
         checkpoint.load_native_state(self._engine, steps, False)
 
-    def load_states(self, states: dict[int, State], groups: Groups) -> None:
+    def load_states(self, states: Mapping[int, State], groups: Groups) -> None:
         """Replaces all state: what ``states`` lacks is cleared. No communication."""
         for index in range(self._engine.parameter_count()):
             state = states.get(index, {})

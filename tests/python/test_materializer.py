@@ -18,6 +18,7 @@ from meta_models import (
     seeded,
 )
 from torch import nn
+from torch.distributed import checkpoint
 
 from zero_torch.deferred import Materializer
 
@@ -165,9 +166,21 @@ def test_safetensors_files(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"expected \*\.safetensors files"):
         Materializer(deferred(GPT), init_from=tmp_path / "empty").check()
-    torch.save(state, tmp_path / "saved.pt")
+    (tmp_path / "text").write_text("no tensors")
     with pytest.raises(ValueError, match="to be a safetensors file"):
-        Materializer(deferred(GPT), init_from=tmp_path / "saved.pt").check()
+        Materializer(deferred(GPT), init_from=tmp_path / "text").check()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_other_files(tmp_path):
+    built = seeded(GPT, 1)
+    torch.save(built.state_dict(), tmp_path / "saved.pt")
+    checkpoint.save({"model": built.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for given in (tmp_path / "saved.pt", str(tmp_path / "dcp")):
+        assert_same(materialized(deferred(GPT), init_from=given), built)
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match=r"list\.pt"):
+        Materializer(deferred(GPT), init_from=tmp_path / "list.pt").check()
 
 
 def test_without_safetensors_the_remedy_is_named(monkeypatch, tmp_path):

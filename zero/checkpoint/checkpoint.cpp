@@ -13,6 +13,7 @@
 #include <zero/checkpoint/rules_json.h>
 #include <zero/checkpoint/save.h>
 #include <zero/checkpoint/together.h>
+#include <zero/checkpoint/weights.h>
 #include <zero/optim/zero_optimizer.h>
 
 namespace zero {
@@ -42,9 +43,14 @@ Contents contents_of(torch::nn::Module& module, ZeroOptimizer* optimizer) {
     }
   }
   for (const auto& item : module.named_buffers()) {
-    const bool known = !first.emplace(item.value().unsafeGetTensorImpl(), item.key()).second;
-    if (item.value().defined() && !known) {
+    if (!item.value().defined()) {
+      continue;
+    }
+    const auto [found, added] = first.emplace(item.value().unsafeGetTensorImpl(), item.key());
+    if (added) {
       contents.loose.push_back({item.key(), item.value(), TensorKind::buffer});
+    } else {
+      contents.tied.emplace_back(item.key(), found->second);
     }
   }
   return contents;
@@ -156,6 +162,15 @@ std::string load(
     set_random_state(state);
   }
   return saved.manifest().extra;
+}
+
+void load_weights(
+    const std::string& file,
+    torch::nn::Module& module,
+    ZeroOptimizer* optimizer,
+    const LoadWeightsSettings& settings) {
+  checkpoint::load_weights(
+      checkpoint::safetensors_source(file), contents_of(module, optimizer), settings.strict);
 }
 
 } // namespace zero

@@ -5,7 +5,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
+
+#include <c10/core/ScalarType.h>
 
 #include <zero/api.h>
 #include <zero/checkpoint/background_save.h>
@@ -66,5 +70,52 @@ ZERO_API std::string load(
     torch::nn::Module& module,
     ZeroOptimizer* optimizer = nullptr,
     const LoadSettings& settings = {});
+
+// ---- whole weights in files that others read and write ----
+
+struct ConsolidateSettings {
+  // Of every floating tensor, trained, frozen or a buffer; none: as saved, which for
+  // parameters with masters is fp32.
+  std::optional<c10::ScalarType> dtype = std::nullopt;
+  // Bytes of tensors in a file; 0: one file. A tensor that is larger has a file alone.
+  int64_t max_file_bytes = 0;
+  // All names of tied tensors, as a strict load in torch needs them. False: each tensor
+  // once, as safetensors' save_model writes it; the metadata has the other names.
+  bool tied = true;
+  // Checksums are compared while reading.
+  bool verify = true;
+};
+
+// Writes parameters and buffers of a checkpoint under their names, whole and row-major,
+// into one safetensors file "NAME.safetensors"; where they are more than a file may hold,
+// into "NAME-00001-of-00003.safetensors" and so on, with "NAME.safetensors.index.json" as
+// Hugging Face has it. In one process without any group, whatever the world size and
+// stage that saved; takes a block of memory, and where a tensor lies in memory otherwise
+// than row-major, that tensor.
+//
+// Written beside and renamed when all of it is on the disk; a file of that name, its
+// earlier parts and its index are replaced only then. Returns the paths, the index last.
+// Throws c10::ValueError for files of the checkpoint that are damaged or missing, and for
+// a `file` that has another suffix, is a directory, or lies in the checkpoint's own.
+ZERO_API std::vector<std::string> consolidate(
+    const std::string& directory,
+    const std::string& file,
+    const ConsolidateSettings& settings = {});
+
+struct LoadWeightsSettings {
+  // Names that the module or the file lacks are an error.
+  bool strict = true;
+};
+
+// [collective] Parameters and buffers from a safetensors file of whole tensors: each rank
+// reads it, one tensor after the other, and keeps what it holds. Masters get the file's
+// exact values; the optimizer's state stays. Tied parameters may be there under any or all
+// of their names. Throws c10::ValueError on all ranks, before anything is changed, for
+// names and shapes that don't fit.
+ZERO_API void load_weights(
+    const std::string& file,
+    torch::nn::Module& module,
+    ZeroOptimizer* optimizer = nullptr,
+    const LoadWeightsSettings& settings = {});
 
 } // namespace zero

@@ -13,6 +13,19 @@ namespace {
 // A reader of a plan, which is sorted by file, needs few at a time.
 constexpr size_t kMostOpen = 32;
 
+void compare(const std::string& path, const std::string& key, uint64_t found, uint64_t expected) {
+  TORCH_CHECK_VALUE(
+      found == expected,
+      "[zero.checkpoint] '",
+      path,
+      "': '",
+      key,
+      "' is damaged: its checksum is ",
+      checksum_text(found),
+      ", expected ",
+      checksum_text(expected));
+}
+
 } // namespace
 
 DataFiles::DataFiles(const std::string& directory, const Manifest& manifest, Check check)
@@ -68,16 +81,7 @@ void DataFiles::read_checked(
     void* destination) {
   const SafetensorsReader& reader = holding(tensor, piece, read.key);
   const uint64_t found = reader.read_and_sum(read.key, read.offset, read.count, destination);
-  TORCH_CHECK_VALUE(
-      found == piece.checksum,
-      "[zero.checkpoint] '",
-      reader.path(),
-      "': '",
-      read.key,
-      "' is damaged: its checksum is ",
-      checksum_text(found),
-      ", expected ",
-      checksum_text(piece.checksum));
+  compare(reader.path(), read.key, found, piece.checksum);
   checked_.emplace(piece.file, read.key);
 }
 
@@ -107,6 +111,31 @@ void DataFiles::read(
   }
   if (plan.whole) {
     permute_elements(plan.reordering, buffer.data(), wanted, destination);
+  }
+}
+
+void DataFiles::stream(
+    const ManifestTensor& tensor,
+    int64_t block,
+    const std::function<void(const void* data, int64_t count)>& take) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  std::vector<char> buffer(std::min(block, tensor.numel()) * itemsize);
+  for (const Piece& piece : tensor.pieces) {
+    const std::string key = piece_key(tensor.name, piece.begin, piece.count);
+    const SafetensorsReader& reader = holding(tensor, piece, key);
+    Checksum sum;
+    for (int64_t done = 0; done < piece.count;) {
+      const int64_t count = std::min(block, piece.count - done);
+      reader.read(key, done, count, buffer.data());
+      if (check_ == Check::pieces) {
+        sum.update(buffer.data(), count * itemsize);
+      }
+      take(buffer.data(), count);
+      done += count;
+    }
+    if (check_ == Check::pieces) {
+      compare(reader.path(), key, sum.value(), piece.checksum);
+    }
   }
 }
 

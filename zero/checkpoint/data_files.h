@@ -4,6 +4,7 @@
 // verifies checksums. No file outside the directory is opened, also not through a link.
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -38,6 +39,13 @@ class ZERO_API DataFiles {
       void* destination);
   // One read of a plan; `begin` is where the plan's elements begin.
   void read(const ManifestTensor& tensor, const PieceRead& read, void* begin);
+
+  // All elements in the tensor's own memory order, at most `block` at once, each read
+  // once. Of a piece that is damaged, `take` has had the elements when this throws.
+  void stream(
+      const ManifestTensor& tensor,
+      int64_t block,
+      const std::function<void(const void* data, int64_t count)>& take);
 
   // Reads a piece and compares.
   void verify(const ManifestTensor& tensor, const Piece& piece);

@@ -46,14 +46,6 @@ Manifest agreed_manifest(const std::string& directory, Engine* engine) {
   return manifest;
 }
 
-std::string joined(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) {
-    text += (text.empty() ? "'" : ", '") + name + "'";
-  }
-  return text.empty() ? "none" : text;
-}
-
 } // namespace
 
 Checkpoint::Checkpoint(std::string directory, Engine* engine)
@@ -123,52 +115,14 @@ void Checkpoint::fill_loose(const LooseTensor& loose) {
   destination.copy_(whole.view(destination.sizes())); // counts as a change
 }
 
-LoadResult Checkpoint::match(const Contents& contents, bool strict) const {
-  std::map<std::string, std::vector<int64_t>> wanted;
-  for (int64_t i = 0; contents.engine && i < contents.engine->parameter_count(); ++i) {
-    if (contents.engine->is_flat(i)) {
-      const NamedParameter& parameter = contents.engine->parameter(i);
-      wanted[parameter.name] = parameter.tensor.sizes().vec();
-    }
-  }
-  for (const LooseTensor& loose : contents.loose) {
-    wanted[loose.name] = loose.tensor.sizes().vec();
-  }
-  LoadResult result;
-  std::string shapes;
-  for (const auto& [name, shape] : wanted) {
-    const ManifestTensor* tensor = manifest_.find(name);
-    if (tensor == nullptr || tensor->kind == TensorKind::state) {
-      result.missing.push_back(name);
-    } else if (tensor->shape != shape) {
-      shapes += c10::str(
-          shapes.empty() ? "" : ", ",
-          "'",
-          name,
-          "' ",
-          at::IntArrayRef(tensor->shape),
-          " instead of ",
-          at::IntArrayRef(shape));
-    }
-  }
+Shapes Checkpoint::shapes() const {
+  Shapes shapes;
   for (const ManifestTensor& tensor : manifest_.tensors) {
-    if (tensor.kind != TensorKind::state && wanted.count(tensor.name) == 0) {
-      result.unexpected.push_back(tensor.name);
+    if (tensor.kind != TensorKind::state) {
+      shapes[tensor.name] = tensor.shape;
     }
   }
-  std::sort(result.unexpected.begin(), result.unexpected.end());
-  TORCH_CHECK_VALUE(
-      shapes.empty() && (!strict || (result.missing.empty() && result.unexpected.empty())),
-      "[zero.checkpoint] expected the parameters and buffers of this model in '",
-      directory_,
-      "', got missing: ",
-      joined(result.missing),
-      "; unexpected: ",
-      joined(result.unexpected),
-      "; other shapes: ",
-      shapes.empty() ? "none" : shapes,
-      strict ? " (strict=False leaves missing and unexpected ones alone)" : "");
-  return result;
+  return shapes;
 }
 
 LoadResult Checkpoint::load_model(const Contents& contents, const LoadOptions& options) {
@@ -177,7 +131,7 @@ LoadResult Checkpoint::load_model(const Contents& contents, const LoadOptions& o
   const Together ranks(engine, "loading '" + directory_ + "'");
   LoadResult result;
   ranks.run([&] {
-    result = match(contents, options.strict);
+    result = match(shapes_of(contents), shapes(), directory_, options.strict);
     return std::string();
   });
   if (options.verify) {

@@ -11,6 +11,7 @@
 #include <zero/api.h>
 #include <zero/checkpoint/contents.h>
 #include <zero/checkpoint/data_files.h>
+#include <zero/checkpoint/match.h>
 
 namespace zero::checkpoint {
 
@@ -21,12 +22,6 @@ struct LoadOptions {
   // Before anything is changed the checksums of all pieces are compared, shared out
   // among the ranks.
   bool verify = true;
-};
-
-struct LoadResult {
-  // Sorted: in the model and not in the checkpoint, and the other way round.
-  std::vector<std::string> missing;
-  std::vector<std::string> unexpected;
 };
 
 // An open checkpoint, the same on all ranks of an engine.
@@ -64,7 +59,7 @@ class ZERO_API Checkpoint {
   void verify(Engine* engine, bool state);
   void fill(const Target& target);
   void fill_loose(const LooseTensor& loose);
-  LoadResult match(const Contents& contents, bool strict) const;
+  Shapes shapes() const;
 
   const std::string directory_;
   Manifest manifest_;
