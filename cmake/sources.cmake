@@ -15,6 +15,7 @@ set(ZERO_SOURCES
     zero/checkpoint/dtypes.cpp
     zero/checkpoint/export_files.cpp
     zero/checkpoint/files.cpp
+    zero/checkpoint/held.cpp
     zero/checkpoint/json_text.cpp
     zero/checkpoint/load.cpp
     zero/checkpoint/manifest.cpp
@@ -30,6 +31,8 @@ set(ZERO_SOURCES
     zero/checkpoint/safetensors_reader.cpp
     zero/checkpoint/safetensors_writer.cpp
     zero/checkpoint/save.cpp
+    zero/checkpoint/shard_classes.cpp
+    zero/checkpoint/shard_optimizer.cpp
     zero/checkpoint/together.cpp
     zero/checkpoint/weights.cpp
     zero/comm/arguments.cpp
@@ -170,6 +173,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_parity.cpp
     tests/cpp/test_rules.cpp
     tests/cpp/test_save_load.cpp
+    tests/cpp/test_save_shard_optimizers.cpp
     tests/cpp/test_stage3.cpp
     tests/cpp/test_safetensors.cpp
     tests/cpp/test_step_in_backward.cpp

@@ -5,6 +5,7 @@
 
 #include <zero/checkpoint/background_save.h>
 #include <zero/checkpoint/directory.h>
+#include <zero/checkpoint/held.h>
 #include <zero/checkpoint/load.h>
 #include <zero/checkpoint/save.h>
 
@@ -66,6 +67,37 @@ std::pair<std::vector<std::string>, std::vector<std::string>> load_model(
   return {std::move(result.missing), std::move(result.unexpected)};
 }
 
+void bind_held(py::module_& module) {
+  module.def(
+      "held_values",
+      &ckpt::held_values,
+      py::arg("engine"),
+      NoGil(),
+      "Views, by index, of what this rank holds of parameters that are sharded or have fp32 "
+      "masters:\none-dimensional, or whole at stage 0.");
+  module.def(
+      "held_state",
+      &ckpt::held_state,
+      py::arg("engine"),
+      NoGil(),
+      "Views, by index and name, of this rank's part of native state, and \"step\".");
+  module.def(
+      "load_held_values",
+      &ckpt::load_held_values,
+      py::arg("engine"),
+      py::arg("values"),
+      NoGil(),
+      "[collective] Copies tensors of the shapes of held_values() into them.");
+  module.def(
+      "load_held_state",
+      &ckpt::load_held_state,
+      py::arg("engine"),
+      py::arg("index"),
+      py::arg("state"),
+      NoGil(),
+      "Replaces a parameter's native state by tensors of the shapes of held_state().");
+}
+
 template <auto save>
 void define_save(py::module_& module, const char* name, const char* text) {
   module.def(
@@ -118,6 +150,7 @@ void init_checkpoint(py::module_& module) {
   define_background_save(module);
   module.attr("PART_BYTES") = ckpt::kPartBytes;
   module.def("latest_checkpoint", &ckpt::latest, py::arg("parent"), NoGil());
+  bind_held(module);
   py::class_<ckpt::Checkpoint>(module, "Checkpoint", "An open checkpoint.")
       .def(
           py::init([](std::string directory, const MaybeEngine& engine) {

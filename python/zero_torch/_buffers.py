@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, _names
 
 
 def attach(engine: _C.Engine, module: nn.Module) -> list[Any]:
@@ -39,10 +39,10 @@ class _BeforeForward:
 def _named_buffers(module: nn.Module | None) -> list[tuple[str, torch.Tensor, bool]]:
     """(name, buffer, whether it is a running statistic), as they are now; each once."""
     buffers: dict[int, tuple[str, torch.Tensor, bool]] = {}
-    for prefix, part in () if module is None else module.named_modules():
+    for prefix, part in () if module is None else _names.named_modules(module):
         statistics = isinstance(part, nn.modules.batchnorm._NormBase)
         for key, buffer in part._buffers.items():
             if buffer is not None:
-                name = f"{prefix}.{key}" if prefix else key
+                name = _names.joined(prefix, key)
                 buffers.setdefault(id(buffer), (name, buffer, statistics))
     return list(buffers.values())

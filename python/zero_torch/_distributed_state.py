@@ -47,14 +47,18 @@ class SavedOptimizer:
             for group in groups
             for parameter in group["params"]
         }
-        found, self._groups = packing.unpack(opt, {"state": described, "param_groups": groups})
+        self._unpacked = packing.unpack(opt, {"state": described, "param_groups": groups})
+        found = self._unpacked.states
+        packing.check(
+            opt, self._unpacked, {i: tuple(opt._live.parameter(i)[1].shape) for i in found}
+        )
         parameters = [parameter for group in groups for parameter in group["params"]]
 
         def read(index: int) -> dict[str, Any]:
             keys = values[str(parameters[index])]
             return {name: files.read(keys[name]) for name in found[index]}
 
-        self._states = _States(list(found), read)
+        self._unpacked.states = _States(list(found), read)
 
     def _check_names(self, groups: list[dict[str, Any]], directory: PathLike) -> None:
         engine = self._opt._live
@@ -69,10 +73,8 @@ class SavedOptimizer:
 
     def load(self) -> None:
         """No communication."""
-        for group, loaded in zip(self._opt.param_groups, self._groups, strict=True):
-            group.update(loaded)
-        self._opt._live.make_trainable(sorted(self._states))
-        self._opt._rule.load_states(self._states, self._opt.param_groups)
+        self._opt._live.make_trainable(sorted(self._unpacked.states))
+        packing.load(self._opt, self._unpacked, self._opt._rule.load_states)
 
 
 class _States(Mapping[int, dict[str, Any]]):

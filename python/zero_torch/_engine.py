@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _buffers, _casts, _hooks, _registry, gradients
+from . import _C, _buffers, _casts, _hooks, _names, _registry, gradients
 from ._groups import ranks_of
 from ._habits import DdpRefusal
 from ._parameters import Collected, parameters_of_batch_norms
@@ -37,7 +37,7 @@ def prepare(target: Any, stage: Any, init_fn: Any, init_from: Any) -> Materializ
     materializer.check()
     if stage == 3:
         return materializer
-    materializer.materialize([name for name, _ in target.named_parameters()])
+    materializer.materialize([name for name, _ in _names.named_parameters(target)])
     materializer.finish()
     return None
 

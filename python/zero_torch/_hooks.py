@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, _wire
 from ._autocast import CastPacking
 from ._units import Found
 
 _keep_whole = True
+_held: dict[_C.Engine, dict[int, torch.Tensor]] | None = None
 
 
 @contextlib.contextmanager
@@ -32,6 +33,17 @@ def dropping_values() -> Iterator[None]:
         yield
     finally:
         _keep_whole = True
+
+
+@contextlib.contextmanager
+def giving_shards(held: dict[_C.Engine, dict[int, torch.Tensor]]) -> Iterator[None]:
+    """Inside, state dicts have copies of these, by index, and communicate nothing."""
+    global _held
+    _held = held
+    try:
+        yield
+    finally:
+        _held = None
 
 
 def attach(engine: _C.Engine, module: nn.Module, found: Found, handles: list[Any]) -> None:
@@ -146,11 +158,11 @@ class StateHooks:
             tied = self._names.setdefault(index, name)
             if tied != name and tied in state:
                 state[name] = state[tied]
-            elif _keep_whole:
-                state[name] = engine.full_parameter(index)
+            elif _held is not None:
+                state[name] = _held[engine][index].clone()
             else:
-                engine.join_full_parameter(index)
-                state[name] = None
+                with _wire.collective("state_dict"):
+                    state[name] = _whole(engine, index)
 
     def before_load(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
         self._end_load(module)  # of one that failed half way
@@ -173,6 +185,13 @@ class StateHooks:
                 engine.end_load(index)
                 if loaded and isinstance(value, torch.Tensor) and engine.has_master(index):
                     engine.load_master(index, value.detach())
+
+
+def _whole(engine: _C.Engine, index: int) -> torch.Tensor | None:
+    if _keep_whole:
+        return engine.full_parameter(index)
+    engine.join_full_parameter(index)
+    return None
 
 
 def _nothing() -> None:

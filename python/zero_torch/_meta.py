@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import _names
+
 # Storage is filled with this byte before a module is initialized: what still has it was not
 # written. In floating dtypes it makes NaN, so that what is written in part doesn't pass for values.
 _UNWRITTEN = 0xFF
@@ -51,6 +53,12 @@ class Held:
     def tensor(self) -> torch.Tensor:
         module, key = self.places[0]
         tensor: torch.Tensor = getattr(module, key)
+        return tensor
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        tensor = self.tensor
+        assert isinstance(tensor, nn.Parameter)
         return tensor
 
     @property
@@ -108,8 +116,9 @@ def constructed(root: nn.Module) -> list[tuple[str, nn.Module]]:
         if id(module) in seen:
             return
         seen.add(id(module))
+        inner = _names.wrapped_name(module)
         for key, child in module.named_children():
-            visit(f"{name}.{key}" if name else key, child)
+            visit(name if key == inner else _names.joined(name, key), child)
         found.append((name, module))
 
     visit("", root)
@@ -120,11 +129,11 @@ def held_tensors(root: nn.Module, pending: list[nn.Module]) -> list[Held]:
     """Each parameter and buffer once, in the order of ``named_parameters()``."""
     position = {id(module): index for index, module in enumerate(pending)}
     found: dict[int, Held] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in _names.named_modules(root, remove_duplicate=False):
         for key, tensor in own(module):
             is_parameter = key in module._parameters
             held = found.setdefault(id(tensor), Held(is_parameter, tensor.is_meta))
-            held.names.append(f"{path}.{key}" if path else key)
+            held.names.append(_names.joined(path, key))
             held.last = max(held.last, position.get(id(module), -1))
             if key not in module._non_persistent_buffers_set:
                 held.persistent = True
@@ -136,8 +145,8 @@ def held_tensors(root: nn.Module, pending: list[nn.Module]) -> list[Held]:
 def attributes(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module that has it) of meta tensors that are plain attributes."""
     return [
-        (f"{path}.{key}" if path else key, module)
-        for path, module in root.named_modules()
+        (_names.joined(path, key), module)
+        for path, module in _names.named_modules(root)
         for key, value in vars(module).items()
         # What is computed from parameters is computed again.
         if isinstance(value, torch.Tensor) and value.is_meta and value.grad_fn is None

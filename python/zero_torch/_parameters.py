@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _registry
+from . import _names, _registry
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -60,13 +60,15 @@ def collect(
     ``deferred``: parameters and buffers without storage are allowed. ``groups``: of a module's
     parameters; those that are in none must be frozen, and become one more.
 
-    A parameter that a module holds in several places counts once, under its first name.
+    A parameter that a module holds in several places counts once, under its first name; names are
+    those of the plain model.
     Raises TypeError or ValueError naming the parameter that can't be sharded.
     """
     if isinstance(target, nn.Module):
-        pairs: Named = list(target.named_parameters())
+        pairs: Named = list(_names.named_parameters(target))
         collected = _collect_module(pairs, groups)
-        collected.buffers = list(target.named_buffers())
+        collected.buffers = list(_names.named_buffers(target))
+        ignored_params = _plain_names(target, ignored_params)
     elif groups is not None:
         raise TypeError("expected an nn.Module with param_groups; pass the groups as target here")
     else:
@@ -86,7 +88,7 @@ def parameters_of_batch_norms(module: nn.Module | None) -> set[int]:
 
     torch's batch norms take inputs of 16 bits with parameters and statistics of fp32.
     """
-    norms = [m for m in (module.modules() if module else ()) if isinstance(m, _BatchNorm)]
+    norms = [m for m in (() if module is None else module.modules()) if isinstance(m, _BatchNorm)]
     return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
 
 
@@ -210,6 +212,16 @@ def _tensor(item: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected parameters to be tensors, got {torch.typename(tensor)}")
     return tensor
+
+
+def _plain_names(module: nn.Module, ignored_params: Any) -> Any:
+    if isinstance(ignored_params, str | torch.Tensor) or not isinstance(ignored_params, Iterable):
+        return ignored_params  # _drop_ignored() refuses it
+    own = {name for name, _ in _names.named_parameters(module)}
+    return [
+        _names.plain(module, item) if isinstance(item, str) and item not in own else item
+        for item in ignored_params
+    ]
 
 
 def _drop_ignored(collected: Collected, ignored_params: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, _names
 from .config import ZeroConfig
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -34,10 +34,10 @@ def find_units(
 
     Raises ValueError for one of ``config.units`` that is no module, or has no forward.
     """
-    named = list(module.named_modules()) if module is not None else []
-    chosen = None if module is None else _chosen(named, config.units)
+    places = list(_names.walk(module)) if module is not None else []
+    chosen = None if module is None else _chosen(_outermost(places), config.units)
     units = _C.make_units(
-        _specs(named, chosen or set(), parameters),
+        _specs(places, chosen or set(), parameters),
         [parameter.numel() for _, parameter, _ in parameters],
         chosen is None,
         config.min_unit_numel,
@@ -47,29 +47,30 @@ def find_units(
         units.unit_of_parameter,
         [
             (part, unit)
-            for (_, part), unit in zip(named, units.unit_of_module, strict=False)
+            for (_, _, part), unit in zip(places, units.unit_of_module, strict=False)
             if unit >= 0
         ],
     )
 
 
 def _specs(
-    named: list[tuple[str, nn.Module]],
+    places: list[tuple[str, str, nn.Module]],
     chosen: set[int],
     parameters: list[tuple[str, torch.Tensor, int]],
 ) -> list[_C.ModuleSpec]:
-    if not named:
+    if not places:
         return [_C.ModuleSpec(name="", parent=-1, type="")]
     index_of_parameter = {id(parameter): i for i, (_, parameter, _) in enumerate(parameters)}
-    index_of_module = {name: i for i, (name, _) in enumerate(named)}
+    index_of_module = {path: i for i, (path, _, _) in enumerate(places)}
     specs = []
-    for name, part in named:
+    for path, name, part in places:
         held = (index_of_parameter.get(id(p)) for p in part.parameters(recurse=False))
+        kind = type(_names.unwrapped(part))
         specs.append(
             _C.ModuleSpec(
                 name=name,
-                parent=index_of_module[name.rpartition(".")[0]] if name else -1,
-                type=f"{type(part).__module__}.{type(part).__qualname__}",
+                parent=index_of_module[path.rpartition(".")[0]] if path else -1,
+                type=f"{kind.__module__}.{kind.__qualname__}",
                 list=isinstance(part, _LISTS),
                 chosen=id(part) in chosen,
                 parameters=[index for index in held if index is not None],
@@ -79,12 +80,22 @@ def _specs(
     return specs
 
 
+def _outermost(places: list[tuple[str, str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """(plain name, module) without what a wrapper has in it, whose forward is the wrapper's."""
+    inside = {
+        id(part._modules[name])
+        for _, _, part in places
+        if (name := _names.wrapped_name(part)) is not None
+    }
+    return [(name, part) for _, name, part in places if id(part) not in inside]
+
+
 def _chosen(named: list[tuple[str, nn.Module]], units: Any) -> set[int] | None:
     """The modules that ``units`` picks, by id; None where the default decides."""
     if units is None:
         return None
     if callable(units) and not isinstance(units, type):
-        picked = [(name, part) for name, part in named if units(name, part)]
+        picked = [(name, part) for name, part in named if units(name, _names.unwrapped(part))]
     else:
         picked = [item for unit in units for item in _picked_by(unit, named)]
     for name, part in picked:
@@ -104,14 +115,18 @@ def _picked_by(
         expected, got = "the name of a module", repr(unit)
         there = [repr(name) for name, _ in named if name]
     else:
-        picked = [(name, part) for name, part in named if isinstance(part, unit)]
+        picked = [(name, part) for name, part in named if _is_a(part, unit)]
         expected, got = "a class that a module is an instance of", unit.__qualname__
-        there = sorted({type(part).__name__ for _, part in named})
+        there = sorted({type(_names.unwrapped(part)).__name__ for _, part in named})
     if not picked:
         some = ", ".join(there[:6]) + (" ..." if len(there) > 6 else "")
         raise ValueError(f"units: expected {expected}, got {got}; there are {some}")
     return picked
 
 
+def _is_a(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return isinstance(module, kind) or isinstance(_names.unwrapped(module), kind)
+
+
 def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward
+    return getattr(type(_names.unwrapped(module)), "forward", None) is not nn.Module.forward

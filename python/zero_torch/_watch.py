@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, _names
 from ._parameters import parameters_of_batch_norms
 
 Slot = tuple[dict[str, Any], str, torch.Tensor, str]  # a module's dict, key, parameter, full name
@@ -30,15 +30,18 @@ class ModuleWatch:
         self._module = weakref.ref(module)
         self._engine = weakref.ref(engine)
         self._ignored = {
-            id(parameter) for name, parameter in module.named_parameters() if name in set(ignored)
+            id(parameter)
+            for name, parameter in _names.named_parameters(module)
+            if name in set(ignored)
         }
         self._slots: list[Slot] = []
         self._counts: list[tuple[weakref.ref[nn.Module], int, int]] = []
         self._record(module)
         hook = _StateDictHook(weakref.ref(self))
+        inner = _names.unwrapped(module)  # its own state dicts too
         handles = [
-            module.register_state_dict_pre_hook(hook.before_state_dict),
-            module.register_load_state_dict_post_hook(hook.after_load_state_dict),
+            inner.register_state_dict_pre_hook(hook.before_state_dict),
+            inner.register_load_state_dict_post_hook(hook.after_load_state_dict),
         ]
         self._unhook = weakref.finalize(self, _remove, handles)
         self._unhook.atexit = False
@@ -50,7 +53,9 @@ class ModuleWatch:
     def names(self) -> dict[int, str]:
         """Current names of the module's parameters, by id."""
         module = self._module()
-        return {} if module is None else {id(p): name for name, p in module.named_parameters()}
+        return (
+            {} if module is None else {id(p): name for name, p in _names.named_parameters(module)}
+        )
 
     def keeps_dtype(self) -> set[int]:
         """Ids of parameters that mixed precision leaves alone."""
@@ -75,7 +80,7 @@ class ModuleWatch:
         module, engine = self._module(), self._engine()
         if module is None or engine is None:
             return
-        for name, parameter in module.named_parameters():
+        for name, parameter in _names.named_parameters(module):
             known = id(parameter) in self._ignored or not parameter.requires_grad
             if not known and engine.index_of(parameter) < 0:
                 raise RuntimeError(
@@ -92,11 +97,11 @@ class ModuleWatch:
 
     def _record(self, module: nn.Module) -> None:
         self._slots, self._counts = [], []
-        for prefix, child in module.named_modules(remove_duplicate=True):
+        for prefix, child in _names.named_modules(module):
             self._counts.append((weakref.ref(child), len(child._parameters), len(child._modules)))
             for key, parameter in child._parameters.items():
                 if parameter is not None and id(parameter) not in self._ignored:
-                    name = f"{prefix}.{key}" if prefix else key
+                    name = _names.joined(prefix, key)
                     self._slots.append((child._parameters, key, parameter, name))
 
     def _mend(self) -> None:

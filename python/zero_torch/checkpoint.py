@@ -8,12 +8,13 @@ import math
 import os
 import random
 import sys
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import _C, _weights, _wire
+from . import _C, _names, _registry, _weights, _wire
 from ._distributed_state import SavedOptimizer
 from .inspect import engines_of
 from .optimizer import ZeroOptimizer
@@ -21,6 +22,7 @@ from .optimizer import ZeroOptimizer
 Path = str | os.PathLike[str]
 
 
+@_wire.collective("zero_torch.save")
 def save(
     directory: Path,
     model: nn.Module,
@@ -114,6 +116,7 @@ def _arguments(
     )
 
 
+@_wire.collective("zero_torch.load")
 def load(
     directory: Path,
     model: nn.Module,
@@ -133,8 +136,9 @@ def load(
     values, and the state of an optimizer that is not given stays; returns None.
 
     Collective: each rank reads what it holds. With ``opt`` its param groups, step counts and state
-    come along; without, the optimizer's files are not looked at. ``rng``: ranks that saved get
-    their random states back. ``verify``: checksums are compared first, shared out among the ranks.
+    come along; without, the optimizer's files are not looked at, and rank 0 warns where the model
+    has an optimizer. ``rng``: ranks that saved get their random states back. ``verify``: checksums
+    are compared first, shared out among the ranks.
 
     Raises ValueError on every rank, before anything is changed: all missing and unexpected names
     (``strict=False`` leaves those alone) and other shapes in one error; files that are damaged or
@@ -142,9 +146,9 @@ def load(
     """
     engine = _engine_of(model, opt)
     if _weights.found_at(directory):
-        saved = None
+        saved: list[SavedOptimizer] = []
         if opt is not None and _weights.has_optimizer(directory):
-            saved = _wire.together(opt._live, lambda: SavedOptimizer(directory, opt))
+            _wire.on_all(opt._live, lambda: saved.append(SavedOptimizer(directory, opt)))
         elif opt is not None:
             raise ValueError(
                 f"expected a checkpoint of zero_torch.save in '{os.fspath(directory)}' to load an "
@@ -152,11 +156,12 @@ def load(
                 "model, and its state stays"
             )
         _weights.load(directory, engine, (_loose(model, engine), _tied(model)), strict)
-        if opt is not None and saved is not None:
-            _wire.together(opt._live, saved.load)
+        if opt is not None:
+            _wire.on_all(opt._live, saved[0].load)
         return None
     checkpoint = _C.Checkpoint(os.fspath(directory), engine)
     loader = None
+    _warn_of_fresh(engine, opt, checkpoint.optimizer)
     if opt is not None:
         loader = _OptimizerLoader(checkpoint, opt, directory)
         if verify:
@@ -198,7 +203,7 @@ def _engine_of(model: nn.Module, opt: ZeroOptimizer | None) -> _C.Engine | None:
     if opt is not None and opt._live is not engine:
         raise ValueError("expected opt to be the optimizer of the model, got one of another")
     if engine is not None:
-        for name, parameter in model.named_parameters():
+        for name, parameter in _names.named_parameters(model):
             index = engine.index_of(parameter)
             if index >= 0 and engine.parameter(index)[0] != name:
                 raise ValueError(
@@ -208,17 +213,29 @@ def _engine_of(model: nn.Module, opt: ZeroOptimizer | None) -> _C.Engine | None:
     return engine
 
 
+def _warn_of_fresh(engine: _C.Engine | None, opt: ZeroOptimizer | None, saved: str) -> None:
+    """On rank 0, where the model has an optimizer whose state was saved and is not asked for."""
+    if opt is not None or engine is None or engine.rank != 0 or _from_json(saved) is None:
+        return
+    if _registry.optimizer_of(engine) is not None:
+        warnings.warn(
+            "the checkpoint's optimizer is not loaded: the optimizer of this model keeps the state "
+            "that it has; pass opt to zero_torch.load to load it too",
+            stacklevel=4,
+        )
+
+
 def _loose(model: nn.Module, engine: _C.Engine | None) -> list[tuple[str, torch.Tensor, bool]]:
     """(name, tensor, whether it is a parameter) of what no engine holds: each once."""
     found: dict[int, tuple[str, torch.Tensor, bool]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _names.named_parameters(model):
         index = -1 if engine is None else engine.index_of(parameter)
         if engine is None or index < 0 or not engine.is_flat(index):
             found[id(parameter)] = (name, parameter.detach(), True)
-    for prefix, part in model.named_modules():
+    for prefix, part in _names.named_modules(model):
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
-                name = f"{prefix}.{key}" if prefix else key
+                name = _names.joined(prefix, key)
                 found.setdefault(id(buffer), (name, buffer.detach(), False))
     return list(found.values())
 
@@ -227,13 +244,13 @@ def _tied(model: nn.Module) -> list[tuple[str, str]]:
     """(name, the first name of the same parameter or buffer), as in the state dict."""
     first: dict[int, str] = {}
     tied = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in _names.named_parameters(model, remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             tied.append((name, first[id(parameter)]))
-    for prefix, part in model.named_modules(remove_duplicate=False):
+    for prefix, part in _names.named_modules(model, remove_duplicate=False):
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
-                name = f"{prefix}.{key}" if prefix else key
+                name = _names.joined(prefix, key)
                 if first.setdefault(id(buffer), name) != name:
                     tied.append((name, first[id(buffer)]))
     return tied

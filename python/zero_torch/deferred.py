@@ -111,7 +111,7 @@ class Materializer:
         self._taken: dict[str, nn.Parameter] = {}
         self._held = held_tensors(module, [part for _, part in self._pending])
         self._at = {(id(part), key): held for held in self._held for part, key in held.places}
-        self._last = {n: held.last for held in self._held if held.is_parameter for n in held.names}
+        self._named = {n: held for held in self._held if held.is_parameter for n in held.names}
 
     @property
     def needed(self) -> bool:
@@ -171,7 +171,7 @@ class Materializer:
                 if any(not wanted.isdisjoint(held.names) for _, held in self._own(index))
             ]
         self._initialize_all(indices)
-        parameters = {name: self.module.get_parameter(name) for name in names}
+        parameters = {name: self._named[name].parameter for name in names}
         self._taken.update(parameters)
         return parameters
 
@@ -189,12 +189,12 @@ class Materializer:
 
     def _end_of(self, names: Collection[str]) -> int:
         for name in names:
-            if name not in self._last:
+            if name not in self._named:
                 raise ValueError(
                     f"expected names of the module's parameters, got {name!r}; "
                     "see module.named_parameters()"
                 )
-        return 1 + max((self._last[name] for name in names), default=-1)
+        return 1 + max((self._named[name].last for name in names), default=-1)
 
     def _own(self, index: int) -> list[tuple[str, Held]]:
         part = self._pending[index][1]

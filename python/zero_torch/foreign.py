@@ -87,15 +87,27 @@ class ForeignRule:
                 )
 
     def check_state(
-        self, name: str, parameter: torch.Tensor, state: State, group: dict[str, Any]
+        self, name: str, shape: tuple[int, ...], state: State, group: dict[str, Any]
     ) -> None:
-        """Raises ValueError when ``state`` can't be split like ``parameter``."""
+        """Raises ValueError when what is split like the parameter has not this shape."""
         for key, value in state.items():
-            if self._is_split(key, value) and value.shape != parameter.shape:
+            if self._is_split(key, value) and value.shape != shape:
                 raise ValueError(
-                    f"state of parameter '{name}': expected {key} of shape "
-                    f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
+                    f"state of parameter '{name}': expected {key} of shape {shape}, got "
+                    f"{tuple(value.shape)}"
                 )
+
+    def held_states(self) -> Iterator[tuple[int, State]]:
+        """(index, copies of what this rank holds) of the parameters that it has a part of."""
+        for index, part in sorted(self._parts.items()):
+            state = self.inner.state.get(part, {})
+            if state:
+                yield index, {key: self._copy(index, key, state[key]) for key in state}
+
+    def _copy(self, index: int, key: str, value: Any) -> Any:
+        if self._engine.options.stage == 0 and self._is_split(key, value):
+            return self._engine.unshard(index, value)  # into the parameter's shape
+        return value.clone() if isinstance(value, torch.Tensor) else value
 
     def load_states(self, states: Mapping[int, State], groups: Groups) -> None:
         """Replaces all state: what ``states`` lacks is cleared. No communication."""
@@ -104,6 +116,13 @@ class ForeignRule:
             for index, state in states.items()
         }
         self._load_parts(parts, groups)
+
+    def load_held(self, states: Mapping[int, State], groups: Groups) -> None:
+        """The same, of what this rank holds."""
+        if self._engine.options.stage == 0:
+            self.load_states(states, groups)
+            return
+        self._load_parts(states, groups)
 
     def kind(self) -> str:
         """What a checkpoint calls it."""
@@ -139,8 +158,9 @@ class ForeignRule:
     ) -> None:
         """Replaces all state by a checkpoint's, of which each rank reads its part."""
         parts: dict[int, State] = {}
-        for index in range(self._engine.parameter_count()):
-            name = self._engine.parameter(index)[0]
+        names = [self._engine.parameter(i)[0] for i in range(self._engine.parameter_count())]
+        self._engine.make_trainable([i for i, name in enumerate(names) if states.get(name)])
+        for index, name in enumerate(names):
             values: State = {
                 key: torch.tensor(value, dtype=torch.float32)
                 for key, value in scalars.get(name, {}).items()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _hooks, _registry
+from . import _C, _hooks, _registry, _wire
 
 
 @contextlib.contextmanager
@@ -30,6 +30,7 @@ def gathered(target: Any, writeback: bool = False) -> Iterator[None]:
         yield
 
 
+@_wire.collective("full_param")
 def full_param(parameter: torch.Tensor) -> torch.Tensor:
     """A copy of the whole parameter, in its own shape. Collective at stages 1 to 3.
 
@@ -42,6 +43,7 @@ def full_param(parameter: torch.Tensor) -> torch.Tensor:
     return engine.full_parameter(index)
 
 
+@_wire.collective("full_grad")
 def full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """A copy of the whole reduced gradient, in the parameter's shape; None when there is none.
 
@@ -54,6 +56,7 @@ def full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return engine.full_gradient(index)
 
 
+@_wire.collective("full_state")
 def full_state(parameter: torch.Tensor) -> dict[str, Any]:
     """Whole optimizer state, as in torch's ``optimizer.state[p]``; empty before a step.
 

@@ -81,6 +81,7 @@ class ZeroModule(nn.Module):
         own["_engine"] = engine
         own["_watch"] = watch(module, engine, collected)
         own["module"] = module
+        self.register_load_state_dict_post_hook(_after_inner_load)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The inner module's, after a look whether its parameters are still the sharded ones."""
@@ -128,6 +129,10 @@ class ZeroModule(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The inner module's; with ``assign=True`` values are copied, so that parameters stay."""
         return self.module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # As a submodule: with the hooks of the inner module, and what it does to load itself.
+        self.module._load_from_state_dict(*args, **kwargs)
 
     def train(self: T, mode: bool = True) -> T:
         assert isinstance(self, ZeroModule)
@@ -221,6 +226,12 @@ def no_sync(engine: _C.Engine) -> Iterator[None]:
         yield
     finally:
         engine.set_requires_gradient_sync(before)
+
+
+def _after_inner_load(module: nn.Module, incompatible_keys: Any) -> None:
+    inner: nn.Module = module.__dict__["module"]
+    for hook in inner._load_state_dict_post_hooks.values():
+        hook(inner, incompatible_keys)
 
 
 def _plain(module: nn.Module) -> nn.Module:

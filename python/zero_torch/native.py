@@ -101,14 +101,21 @@ class NativeRule:
                 yield index, state
             del state  # before the next one is made
 
+    def held_states(self) -> Iterator[tuple[int, State]]:
+        """(index, copies of what this rank holds) of those that have state."""
+        for index, state in sorted(_C.held_state(self._engine).items()):
+            yield index, {key: value.clone() for key, value in self._ordered(state).items()}
+
     def _state(self, index: int) -> State:
-        state = self._engine.full_state(index)
+        return self._ordered(self._engine.full_state(index))
+
+    def _ordered(self, state: State) -> State:
         return {key: state[key] for key in (*_STATE[self._name], _MAXIMUM) if key in state}
 
     def check_state(
-        self, name: str, parameter: torch.Tensor, state: State, group: dict[str, Any]
+        self, name: str, shape: tuple[int, ...], state: State, group: dict[str, Any]
     ) -> None:
-        """Raises ValueError when ``state`` is not this rule's state of ``parameter``."""
+        """Raises ValueError when ``state`` is not this rule's, of tensors of this shape."""
         needed, allowed = _STATE[self._name], {*_STATE[self._name], "step"}
         if "amsgrad" in group:
             allowed.add(_MAXIMUM)  # it stays when amsgrad is switched off
@@ -121,10 +128,10 @@ class NativeRule:
                 f"optimizer='{self._name}'{amsgrad}, got {', '.join(map(str, state)) or 'nothing'}"
             )
         for key, value in state.items():
-            if key != "step" and value.shape != parameter.shape:
+            if key != "step" and value.shape != shape:
                 raise ValueError(
-                    f"state of parameter '{name}': expected {key} of shape "
-                    f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
+                    f"state of parameter '{name}': expected {key} of shape {shape}, got "
+                    f"{tuple(value.shape)}"
                 )
 
     def kind(self) -> str:
@@ -171,6 +178,14 @@ class NativeRule:
             state = states.get(index, {})
             self._engine.load_full_state(
                 index, {key: torch.as_tensor(value) for key, value in state.items()}
+            )
+
+    def load_held(self, states: Mapping[int, State], groups: Groups) -> None:
+        """The same, of what this rank holds."""
+        for index in range(self._engine.parameter_count()):
+            state = states.get(index, {})
+            _C.load_held_state(
+                self._engine, index, {key: torch.as_tensor(value) for key, value in state.items()}
             )
 
 

@@ -315,7 +315,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective at stages 1 to 3: all ranks must call it, and all get the whole. (To hold it on
         rank 0 only: ``zero_torch.optimizer_state_dict``.)
         """
-        return packing.pack(self, keep=True)
+        return packing.pack_whole(self, keep=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state dict of the plain torch optimizer, or of any rank count and stage.
@@ -324,16 +324,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stay the same objects. Raises ValueError when groups, names or shapes don't agree; nothing
         is changed then.
         """
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        states, groups = packing.unpack(self, state_dict)
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update(loaded)
-        self._live.make_trainable(sorted(states))
-        self._rule.load_states(states, self.param_groups)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        unpacked = packing.unpack(self, state_dict)
+        shapes = {i: tuple(self._live.parameter(i)[1].shape) for i in unpacked.states}
+        packing.check(self, unpacked, shapes)
+        self._live.make_trainable(sorted(unpacked.states))
+        packing.load(self, unpacked, self._rule.load_states)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _habits.missing_in_optimizer(name)

@@ -1,6 +1,6 @@
 // Trains a small module for three steps and fails unless the loss falls. Given the
 // directory of a checkpoint instead: loads it, saves what it loaded beside it, takes a
-// step and saves that.
+// step and saves that; by torch::optim's AdamW if a second argument is given.
 
 #include <iostream>
 #include <memory>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <torch/torch.h>
+#include <zero/optim/elementwise.h>
 #include <zero/zero.h>
 
 namespace {
@@ -26,9 +27,17 @@ struct Net : torch::nn::Module {
   torch::nn::Linear down{nullptr};
 };
 
-void go_on(const std::string& directory) {
+zero::ZeroOptimizer optimizer_of(Net& model, bool of_torch) {
+  if (of_torch) {
+    const auto factory = zero::elementwise<torch::optim::AdamW>(torch::optim::AdamWOptions(0.5));
+    return {model, {.stage = 3}, factory, zero::init()};
+  }
+  return {model, {.stage = 3}, zero::AdamW{}, zero::init()};
+}
+
+void go_on(const std::string& directory, bool of_torch) {
   auto model = std::make_shared<Net>();
-  zero::ZeroOptimizer optimizer(*model, {.stage = 3}, zero::AdamW{}, zero::init());
+  zero::ZeroOptimizer optimizer = optimizer_of(*model, of_torch);
   const std::string extra = zero::load(directory, *model, &optimizer);
   zero::save(directory + "-loaded", *model, &optimizer, {.extra = extra});
   model->forward(torch::ones({4, 7})).square().mean().backward();
@@ -40,7 +49,7 @@ void go_on(const std::string& directory) {
 
 int main(int argc, char** argv) {
   if (argc > 1) {
-    go_on(argv[1]);
+    go_on(argv[1], argc > 2);
     return 0;
   }
   torch::manual_seed(0);

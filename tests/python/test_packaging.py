@@ -185,9 +185,9 @@ class Net(nn.Module):
     def forward(self, x):
         return self.down(torch.tanh(self.up(x)))
 
-def make():
+def make(rule):
     model = Net()
-    return model, zero.ZeroOptimizer(model, stage=1, lr=1e-2)
+    return model, zero.ZeroOptimizer(model, rule, stage=1, lr=1e-2)
 
 def step(model, optimizer):
     model(torch.ones(4, 7)).square().mean().backward()
@@ -198,19 +198,23 @@ def values(model, optimizer):
     states = optimizer.state_dict()["state"].values()
     return [*model.state_dict().values(), *(v for state in states for v in state.values())]
 
-directory = sys.argv[2]
-first = make()
-step(*first), step(*first)
-zero.save(directory, *first, extra={"step": 2, "name": "x"})
-subprocess.run([sys.argv[1], directory], check=True)
-loaded, stepped = make(), make()
-assert zero.load(directory + "-loaded", *loaded) == {"step": 2, "name": "x"}
-assert all(map(torch.equal, values(*loaded), values(*first)))
-step(*first)
-assert zero.load(directory + "-stepped", *stepped) is None
-for a, b in zip(values(*stepped), values(*first), strict=True):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-assert stepped[1].param_groups[0]["lr"] == 1e-2
+def there_and_back(directory, rule, *more):
+    first = make(rule)
+    step(*first), step(*first)
+    zero.save(directory, *first, extra={"step": 2, "name": "x"})
+    subprocess.run([sys.argv[1], directory, *more], check=True)
+    loaded, stepped = make(rule), make(rule)
+    assert zero.load(directory + "-loaded", *loaded) == {"step": 2, "name": "x"}
+    assert all(map(torch.equal, values(*loaded), values(*first)))
+    step(*first)
+    assert zero.load(directory + "-stepped", *stepped) is None
+    for a, b in zip(values(*stepped), values(*first), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert stepped[1].param_groups[0]["lr"] == 1e-2
+
+there_and_back(sys.argv[2], "adamw")
+there_and_back(sys.argv[2] + "-shards", torch.optim.AdamW, "torch")
+there_and_back(sys.argv[2] + "-mixed", "adamw", "torch")
 print("went on")
 """
         said = run(installed[0], "-c", code, tmp_path / "consumer", tmp_path / "saved")

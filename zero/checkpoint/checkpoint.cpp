@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,6 +13,7 @@
 #include <zero/checkpoint/load.h>
 #include <zero/checkpoint/rules_json.h>
 #include <zero/checkpoint/save.h>
+#include <zero/checkpoint/shard_optimizer.h>
 #include <zero/checkpoint/together.h>
 #include <zero/checkpoint/weights.h>
 #include <zero/optim/zero_optimizer.h>
@@ -27,7 +29,7 @@ Contents contents_of(torch::nn::Module& module, ZeroOptimizer* optimizer) {
   Contents contents;
   if (optimizer != nullptr) {
     contents.engine = optimizer->engine().shared_from_this();
-    contents.native_state = optimizer->group_count() > 0;
+    contents.native_state = optimizer->inner() == nullptr;
   }
   std::unordered_map<const c10::TensorImpl*, std::string> first;
   for (const auto& item : module.named_parameters()) {
@@ -72,12 +74,41 @@ OptimizerSection section_of(ZeroOptimizer& optimizer) {
   return section;
 }
 
-void require_native(ZeroOptimizer& optimizer) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      optimizer.group_count() > 0,
-      "[zero.checkpoint] state of a torch::optim optimizer on shards can't be saved or loaded; use "
-      "a native rule, or optimizer_state = false to load the module alone");
+// [collective]
+std::string describe(ZeroOptimizer& optimizer, const std::string& directory) {
+  return optimizer.inner() == nullptr
+      ? checkpoint::to_json(section_of(optimizer))
+      : checkpoint::shard_optimizer_to_json(optimizer, "saving '" + directory + "'");
 }
+
+// A rule's state, checked and then loaded.
+class RuleLoader {
+ public:
+  RuleLoader(checkpoint::Checkpoint& saved, ZeroOptimizer& optimizer, const std::string& directory)
+      : saved_(saved), optimizer_(optimizer) {
+    section_ = checkpoint::optimizer_from_json(
+        saved.manifest().optimizer, section_of(optimizer), directory);
+    for (const auto& group : section_.groups) {
+      saved.require_state(group.rule, group.parameters);
+      for (const std::string& name : group.parameters) {
+        if (!saved.state_of(name).empty()) {
+          section_.steps.emplace(name, 1); // torch's SGD counts none
+        }
+      }
+    }
+  }
+  void load() {
+    saved_.load_native_state(optimizer_.engine(), section_.steps, /*verify=*/false);
+    for (size_t g = 0; g < section_.groups.size(); ++g) {
+      optimizer_.rule(g) = section_.groups[g].rule;
+    }
+  }
+
+ private:
+  checkpoint::Checkpoint& saved_;
+  ZeroOptimizer& optimizer_;
+  OptimizerSection section_;
+};
 
 std::string random_state() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -94,19 +125,28 @@ void set_random_state(const std::string& bytes) {
   generator.set_state(state);
 }
 
+struct Saved {
+  Contents contents;
+  checkpoint::SaveOptions options;
+};
+
 // [collective]
-checkpoint::SaveOptions
-options_of(const std::string& directory, ZeroOptimizer* optimizer, const SaveSettings& settings) {
-  checkpoint::SaveOptions options{.extra = settings.extra, .keep_last = settings.keep_last};
-  Engine* engine = nullptr;
+Saved what_to_save(
+    const std::string& directory,
+    torch::nn::Module& module,
+    ZeroOptimizer* optimizer,
+    const SaveSettings& settings) {
+  Saved saved{
+      contents_of(module, optimizer), {.extra = settings.extra, .keep_last = settings.keep_last}};
   if (optimizer != nullptr) {
-    require_native(*optimizer);
-    options.optimizer = checkpoint::to_json(section_of(*optimizer));
-    engine = &optimizer->engine();
+    saved.options.optimizer = describe(*optimizer, directory);
+    if (!saved.contents.native_state) {
+      saved.contents.foreign = checkpoint::shard_state(*optimizer);
+    }
   }
-  const checkpoint::Together ranks(engine, "saving '" + directory + "'");
-  options.scalars = checkpoint::rng_to_json(ranks.run([] { return random_state(); }));
-  return options;
+  const checkpoint::Together ranks(saved.contents.engine.get(), "saving '" + directory + "'");
+  saved.options.scalars = checkpoint::rng_to_json(ranks.run([] { return random_state(); }));
+  return saved;
 }
 
 } // namespace
@@ -116,8 +156,8 @@ void save(
     torch::nn::Module& module,
     ZeroOptimizer* optimizer,
     const SaveSettings& settings) {
-  checkpoint::save(
-      directory, contents_of(module, optimizer), options_of(directory, optimizer, settings));
+  const Saved saved = what_to_save(directory, module, optimizer, settings);
+  checkpoint::save(directory, saved.contents, saved.options);
 }
 
 std::shared_ptr<BackgroundSave> async_save(
@@ -125,8 +165,8 @@ std::shared_ptr<BackgroundSave> async_save(
     torch::nn::Module& module,
     ZeroOptimizer* optimizer,
     const SaveSettings& settings) {
-  return checkpoint::async_save(
-      directory, contents_of(module, optimizer), options_of(directory, optimizer, settings));
+  const Saved saved = what_to_save(directory, module, optimizer, settings);
+  return checkpoint::async_save(directory, saved.contents, saved.options);
 }
 
 std::string load(
@@ -134,27 +174,27 @@ std::string load(
     torch::nn::Module& module,
     ZeroOptimizer* optimizer,
     const LoadSettings& settings) {
+  const bool with_state = optimizer != nullptr && settings.optimizer_state;
   const Contents contents = contents_of(module, optimizer);
   checkpoint::Checkpoint saved(directory, contents.engine.get());
-  const bool with_state = optimizer != nullptr && settings.optimizer_state;
-  OptimizerSection section;
+  std::optional<RuleLoader> rules;
+  std::optional<checkpoint::ShardOptimizerLoader> shards;
   if (with_state) {
-    require_native(*optimizer);
-    section = checkpoint::optimizer_from_json(
-        saved.manifest().optimizer, section_of(*optimizer), directory);
-    for (const auto& group : section.groups) {
-      saved.require_state(group.rule, group.parameters);
+    if (optimizer->inner() == nullptr) {
+      rules.emplace(saved, *optimizer, directory);
+    } else {
+      shards.emplace(saved, *optimizer, directory);
     }
     if (settings.verify) {
       saved.verify_state(contents.engine.get());
     }
   }
   saved.load_model(contents, {.strict = settings.strict, .verify = settings.verify});
-  if (with_state) {
-    saved.load_native_state(*contents.engine, section.steps, /*verify=*/false);
-    for (size_t g = 0; g < section.groups.size(); ++g) {
-      optimizer->rule(g) = section.groups[g].rule;
-    }
+  if (rules) {
+    rules->load();
+  }
+  if (shards) {
+    shards->load();
   }
   const int64_t rank = contents.engine ? contents.engine->rank() : 0;
   const std::string state = checkpoint::rng_from_json(saved.manifest().scalars, rank);

@@ -34,8 +34,8 @@ struct SaveSettings {
 // counts, rules by group and each rank's torch random state. `directory` is made, or
 // replaced if it is a checkpoint: what is on the disk is the old or the new one at every
 // moment, and stays the old one where any rank fails; all throw then. `optimizer` null: of
-// a module that is not sharded, in one process. Throws c10::NotImplementedError for an
-// optimizer that steps by a factory's torch::optim optimizer.
+// a module that is not sharded, in one process. Of a factory's torch::optim optimizer, SGD,
+// Adam, AdamW, RMSprop and Adagrad are known; throws c10::NotImplementedError for others.
 ZERO_API void save(
     const std::string& directory,
     torch::nn::Module& module,

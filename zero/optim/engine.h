@@ -237,6 +237,9 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   int64_t step_count(int64_t index) const; // of native rules
   // Where shard_parameter() begins in the parameter's memory order.
   int64_t held_begin(int64_t index) const;
+  // All that this rank holds of what is flat, with empty parts where it holds none: values,
+  // and native state of what has taken steps. No communication.
+  std::vector<StoredPart> held_parts();
   // [collective] This rank's share of what is flat: together the ranks have each element
   // once, at every stage.
   std::vector<StoredPart> own_parts();

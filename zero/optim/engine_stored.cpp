@@ -27,7 +27,9 @@ layout::Range Engine::Impl::share(int64_t index) const {
 void Engine::Impl::add_state(int64_t index, layout::Range part, std::vector<StoredPart>& parts) {
   const layout::Slot& slot = table.entry(index).slot;
   const std::vector<std::string>& names = state.names(slot.bucket);
-  const int64_t begin = of_bucket(slot, part).begin - gradients.reduced_range(slot.bucket).begin;
+  const int64_t begin = part.size() == 0
+      ? 0
+      : of_bucket(slot, part).begin - gradients.reduced_range(slot.bucket).begin;
   for (size_t k = 0; k < names.size(); ++k) {
     parts.push_back(
         {index, names[k], part.begin, state.existing(slot.bucket)[k].view(begin, part.size())});
@@ -45,6 +47,23 @@ int64_t Engine::step_count(int64_t index) const {
 int64_t Engine::held_begin(int64_t index) const {
   impl_->checked(index);
   return impl_->updated(index).begin;
+}
+
+std::vector<StoredPart> Engine::held_parts() {
+  impl_->settle_values();
+  impl_->refresh_masters();
+  std::vector<StoredPart> parts;
+  for (int64_t i = 0; i < impl_->table.size(); ++i) {
+    if (!impl_->table.entry(i).flat) {
+      continue;
+    }
+    const layout::Range part = impl_->owned(i);
+    parts.push_back({i, "", part.begin, impl_->exact_values(i, part)});
+    if (step_count(i) > 0) {
+      impl_->add_state(i, impl_->updated(i), parts);
+    }
+  }
+  return parts;
 }
 
 std::vector<StoredPart> Engine::own_parts() {

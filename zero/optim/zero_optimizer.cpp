@@ -299,6 +299,19 @@ Engine& ZeroOptimizer::engine() {
   return *engine_;
 }
 
+torch::optim::Optimizer* ZeroOptimizer::inner() {
+  return inner_.get();
+}
+
+const std::vector<at::Tensor>& ZeroOptimizer::shards() {
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (shards_[i].numel() == 0) { // was frozen
+      shards_[i].set_data(engine_->shard_parameter(static_cast<int64_t>(i)));
+    }
+  }
+  return shards_;
+}
+
 at::Tensor full_param(ZeroOptimizer& optimizer, const at::Tensor& parameter) {
   return optimizer.engine().full_parameter(index_in(optimizer.engine(), parameter));
 }

@@ -132,6 +132,10 @@ class ZERO_API ZeroOptimizer {
   void set_lr(double lr);
 
   Engine& engine();
+  // Of one with a factory, for checkpoints: its torch::optim optimizer (null with rules)
+  // and what that steps, this rank's part of each parameter, by index.
+  torch::optim::Optimizer* inner();
+  const std::vector<at::Tensor>& shards();
 
  private:
   friend class Join;
