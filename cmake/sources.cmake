@@ -5,6 +5,7 @@ set(ZERO_SOURCES
     zero/autograd/backward_end.cpp
     zero/autograd/operation_traits.cpp
     zero/autograd/use_guard.cpp
+    zero/checkpoint/averages.cpp
     zero/checkpoint/background_save.cpp
     zero/checkpoint/checkpoint.cpp
     zero/checkpoint/checksum.cpp

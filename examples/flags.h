@@ -24,6 +24,7 @@ struct Flags {
   int64_t heads = 4;
   double lr = 2e-3;
   double min_lr = 2e-4;
+  int64_t decay_steps = 0; // 0: steps, where the run began
   int64_t warmup = 40;
   double clip = 1.0;
   double bucket_mb = 2.0;
@@ -35,6 +36,9 @@ struct Flags {
   int64_t eval_batches = 16;
   int64_t sample_bytes = 400;
   std::string out = "runs/train_gpt_cpp";
+  bool fresh = false;
+  int64_t save_every = 100;
+  int64_t keep_last = 2;
   std::string log_losses;
 };
 
@@ -53,6 +57,7 @@ inline std::map<std::string, FlagTarget> flag_table(Flags& flags) {
       {"--heads", &flags.heads},
       {"--lr", &flags.lr},
       {"--min-lr", &flags.min_lr},
+      {"--decay-steps", &flags.decay_steps},
       {"--warmup", &flags.warmup},
       {"--clip", &flags.clip},
       {"--bucket-mb", &flags.bucket_mb},
@@ -64,6 +69,9 @@ inline std::map<std::string, FlagTarget> flag_table(Flags& flags) {
       {"--eval-batches", &flags.eval_batches},
       {"--sample-bytes", &flags.sample_bytes},
       {"--out", &flags.out},
+      {"--fresh", &flags.fresh},
+      {"--save-every", &flags.save_every},
+      {"--keep-last", &flags.keep_last},
       {"--log-losses", &flags.log_losses},
   };
 }
@@ -76,7 +84,7 @@ void parse_value(const std::string& name, const std::string& value, T& target) {
   }
 }
 
-// Every flag but --sync-every-micro takes a value: `--name value`.
+// Every flag but --sync-every-micro and --fresh takes a value: `--name value`.
 inline Flags parse_flags(int argc, char** argv) {
   Flags flags;
   const auto table = flag_table(flags);

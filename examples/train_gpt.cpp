@@ -1,5 +1,7 @@
 // Trains a small GPT on the sources of the Python standard library, sharded by
-// Zero, from LibTorch alone. train_gpt.py is the same run in Python.
+// Zero, from LibTorch alone. A run saves checkpoints below --out and, started again, goes
+// on from the newest to the same weights, bit for bit, as one that was never stopped.
+// train_gpt.py is the same run in Python.
 //
 //   torchrun --no-python --nproc-per-node 2 build/train_gpt --stage 3
 //   build/train_gpt                                          (one rank)
@@ -12,11 +14,11 @@
 #include <fstream>
 #include <iostream>
 #include <numbers>
+#include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
-
-#include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/torch.h>
@@ -25,6 +27,8 @@
 
 #include "flags.h"
 #include "gpt.h"
+#include "progress.h"
+#include "resume.h"
 #include "text.h"
 
 namespace {
@@ -33,14 +37,15 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const std::string prompt = "class Reader:\n    def read(self";
 
-// Linear warm-up, then half a cosine down to --min-lr. Operations in the order
-// of the Python program, for equal bits.
+// Linear warm-up, then half a cosine down to --min-lr, which stays. A function of the
+// step, as the batches are: nothing of it has to be saved. Operations in the order of the
+// Python program, for equal bits.
 double lr_factor(const Flags& flags, int64_t step) {
   if (step < flags.warmup) {
     return static_cast<double>(step + 1) / static_cast<double>(flags.warmup);
   }
-  const auto decay = static_cast<double>(std::max<int64_t>(1, flags.steps - flags.warmup));
-  const double progress = static_cast<double>(step - flags.warmup) / decay;
+  const auto decay = static_cast<double>(std::max<int64_t>(1, flags.decay_steps - flags.warmup));
+  const double progress = std::min(1.0, static_cast<double>(step - flags.warmup) / decay);
   const double floor = flags.min_lr / flags.lr;
   return floor + (1.0 - floor) * (1.0 + std::cos(std::numbers::pi * progress)) / 2.0;
 }
@@ -75,71 +80,6 @@ torch::Tensor loss_of(GPT& model, const Batch& batch) {
   return torch::cross_entropy_loss(logits.flatten(0, 1), batch.target.flatten());
 }
 
-// A line on rank 0 every twentieth of the run; on a terminal each step rewrites
-// it.
-class Progress {
- public:
-  Progress(int64_t steps, int64_t tokens_per_step, bool shown)
-      : steps_(steps),
-        tokens_(tokens_per_step),
-        shown_(shown),
-        terminal_(isatty(STDOUT_FILENO) == 1) {}
-
-  void step(int64_t done, double loss, double seconds) {
-    seconds_ += seconds;
-    const int64_t every = terminal_ ? 1 : std::max<int64_t>(1, steps_ / 20);
-    if (!shown_ || done % every != 0) {
-      return;
-    }
-    const double each = seconds_ / static_cast<double>(done);
-    const auto left = std::llround(each * static_cast<double>(steps_ - done));
-    std::printf(
-        "%sstep %5lld/%lld  loss %.4f  %.0f tokens/s  %02lld:%02lld left%s",
-        terminal_ ? "\r\033[K" : "",
-        static_cast<long long>(done),
-        static_cast<long long>(steps_),
-        loss,
-        static_cast<double>(tokens_) / each,
-        left / 60,
-        left % 60,
-        terminal_ ? "" : "\n");
-    std::fflush(stdout);
-  }
-
-  void validation(int64_t done, double loss) const {
-    if (shown_) {
-      std::printf(
-          "%sstep %5lld/%lld  validation loss %.6f\n",
-          terminal_ ? "\r\033[K" : "",
-          static_cast<long long>(done),
-          static_cast<long long>(steps_),
-          loss);
-      std::fflush(stdout);
-    }
-  }
-
-  double seconds() const {
-    return seconds_;
-  }
-
-  double tokens_per_second() const {
-    return static_cast<double>(tokens_ * steps_) / seconds_;
-  }
-
- private:
-  int64_t steps_, tokens_;
-  bool shown_, terminal_;
-  double seconds_ = 0.0;
-};
-
-struct Metrics {
-  std::vector<double> losses;
-  std::vector<std::pair<int64_t, double>> validation;
-  zero::Engine::Report memory; // of the last step, while gradients are held
-  double seconds = 0.0;
-  double tokens_per_second = 0.0;
-};
-
 struct Run {
   const Flags& flags;
   const Group& group;
@@ -172,43 +112,26 @@ double accumulate(const Run& run, int64_t step, int64_t micro) {
   return loss.item<double>();
 }
 
-Metrics train(const Run& run) {
+// The mean loss; `report` gets that of the last step, while gradients are held.
+double take_step(const Run& run, int64_t step, std::optional<zero::Engine::Report>& report) {
   const auto& flags = run.flags;
-  const int64_t tokens = flags.batch * run.ranks() * flags.accumulate * flags.context;
-  Progress progress(flags.steps, tokens, run.rank() == 0);
-  Metrics metrics;
-  for (int64_t step = 0; step < flags.steps; ++step) {
-    if (step % flags.eval_every == 0) {
-      metrics.validation.emplace_back(step, validate(run));
-      progress.validation(step, metrics.validation.back().second);
+  double total = 0.0;
+  for (int64_t micro = 0; micro < flags.accumulate; ++micro) {
+    if (flags.sync_every_micro || micro == flags.accumulate - 1) {
+      total += accumulate(run, step, micro);
+    } else {
+      const auto quiet = run.optimizer.no_sync();
+      total += accumulate(run, step, micro);
     }
-    const auto start = std::chrono::steady_clock::now();
-    double total = 0.0;
-    for (int64_t micro = 0; micro < flags.accumulate; ++micro) {
-      if (flags.sync_every_micro || micro == flags.accumulate - 1) {
-        total += accumulate(run, step, micro);
-      } else {
-        const auto quiet = run.optimizer.no_sync();
-        total += accumulate(run, step, micro);
-      }
-    }
-    if (step == flags.steps - 1) {
-      metrics.memory = run.optimizer.engine().report();
-    }
-    run.optimizer.clip_grad_norm_(flags.clip);
-    run.optimizer.set_lr(flags.lr * lr_factor(flags, step));
-    run.optimizer.step();
-    run.optimizer.zero_grad();
-    metrics.losses.push_back(
-        mean_over_ranks(run.group, total / static_cast<double>(flags.accumulate)));
-    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
-    progress.step(step + 1, metrics.losses.back(), spent.count());
   }
-  metrics.validation.emplace_back(flags.steps, validate(run));
-  progress.validation(flags.steps, metrics.validation.back().second);
-  metrics.seconds = progress.seconds();
-  metrics.tokens_per_second = progress.tokens_per_second();
-  return metrics;
+  if (step == flags.steps - 1) {
+    report = run.optimizer.engine().report();
+  }
+  run.optimizer.clip_grad_norm_(flags.clip);
+  run.optimizer.set_lr(flags.lr * lr_factor(flags, step));
+  run.optimizer.step();
+  run.optimizer.zero_grad();
+  return mean_over_ranks(run.group, total / static_cast<double>(flags.accumulate));
 }
 
 torch::Tensor as_tensor(const zero::memory::Usage& usage) {
@@ -216,44 +139,56 @@ torch::Tensor as_tensor(const zero::memory::Usage& usage) {
       {usage.parameters, usage.gradients, usage.optimizer_state, usage.buffers}, torch::kInt64);
 }
 
-std::string usage_json(const torch::Tensor& bytes) {
-  std::ostringstream json;
-  const char* separator = "{";
-  for (int i = 0; const char* kind : {"parameters", "gradients", "optimizer_state", "buffers"}) {
-    json << separator << '"' << kind << "\": " << bytes[i++].item<int64_t>();
-    separator = ", ";
-  }
-  return json.str() + "}";
+Json usage_json(const torch::Tensor& bytes) {
+  return {
+      {"parameters", bytes[0].item<int64_t>()},
+      {"gradients", bytes[1].item<int64_t>()},
+      {"optimizer_state", bytes[2].item<int64_t>()},
+      {"buffers", bytes[3].item<int64_t>()}};
 }
 
-// [collective] The file that plot.py draws.
-std::string metrics_json(const Run& run, const Metrics& metrics, int64_t parameters) {
-  const auto mine = torch::stack({as_tensor(metrics.memory.held), as_tensor(metrics.memory.peak)});
-  const auto everyone = gather(run.group, mine);
-  std::ostringstream json;
-  json.precision(17);
-  json << "{\n \"stage\": " << run.flags.stage << ",\n \"ranks\": " << run.ranks()
-       << ",\n \"parameters\": " << parameters
-       << ",\n \"effective_batch\": " << run.flags.batch * run.ranks() * run.flags.accumulate
-       << ",\n \"losses\": [";
-  for (size_t i = 0; i < metrics.losses.size(); ++i) {
-    json << (i == 0 ? "" : ", ") << metrics.losses[i];
+// [collective] Theory, and what every rank holds.
+void gather_memory(const Run& run, const zero::Engine::Report& report, Standing& standing) {
+  const auto mine = torch::stack({as_tensor(report.held), as_tensor(report.peak)});
+  standing.theory = usage_json(as_tensor(report.theory_held));
+  standing.memory = Json::array();
+  for (const auto& rank : gather(run.group, mine)) {
+    standing.memory.push_back({{"held", usage_json(rank[0])}, {"peak", usage_json(rank[1])}});
   }
-  json << "],\n \"validation\": [";
-  for (size_t i = 0; i < metrics.validation.size(); ++i) {
-    const auto& [step, loss] = metrics.validation[i];
-    json << (i == 0 ? "[" : ", [") << step << ", " << loss << "]";
+}
+
+// From where the run stands to its last step, which is saved.
+void train(const Run& run, Standing& standing, History& history) {
+  const auto& flags = run.flags;
+  const int64_t tokens = flags.batch * run.ranks() * flags.accumulate * flags.context;
+  Progress progress(standing.step, flags.steps, tokens, run.rank() == 0);
+  const auto check = [&](int64_t step) {
+    const double loss = validate(run);
+    history.add_validation(step, loss);
+    progress.validation(step, loss);
+  };
+  for (int64_t step = standing.step; step < flags.steps; ++step) {
+    if (step % flags.eval_every == 0) {
+      check(step);
+    }
+    std::optional<zero::Engine::Report> report;
+    const auto start = std::chrono::steady_clock::now();
+    const double loss = take_step(run, step, report);
+    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+    history.add_loss(step, loss);
+    standing.step = step + 1;
+    standing.seconds += spent.count();
+    standing.tokens += tokens;
+    progress.step(step + 1, loss, spent.count());
+    if (report) {
+      gather_memory(run, *report, standing);
+    }
+    if (step + 1 == flags.steps || (flags.save_every > 0 && (step + 1) % flags.save_every == 0)) {
+      history.flush();
+      save_standing(standing, flags, run.model, run.optimizer);
+    }
   }
-  json << "],\n \"seconds\": " << metrics.seconds
-       << ",\n \"tokens_per_second\": " << metrics.tokens_per_second
-       << ",\n \"theory\": " << usage_json(as_tensor(metrics.memory.theory_held))
-       << ",\n \"memory\": [";
-  for (size_t i = 0; i < everyone.size(); ++i) {
-    json << (i == 0 ? "" : ", ") << "{\"held\": " << usage_json(everyone[i][0])
-         << ", \"peak\": " << usage_json(everyone[i][1]) << "}";
-  }
-  json << "]\n}\n";
-  return json.str();
+  check(flags.steps);
 }
 
 void write_losses(const std::string& path, const std::vector<double>& losses) {
@@ -273,10 +208,28 @@ std::string printable(std::string text) {
   return text;
 }
 
+// The file that plot.py draws.
+Json metrics_of(
+    const Run& run,
+    const Standing& standing,
+    const History& history,
+    int64_t parameters) {
+  return {
+      {"stage", run.flags.stage},
+      {"ranks", run.ranks()},
+      {"parameters", parameters},
+      {"effective_batch", effective_batch(standing.configuration)},
+      {"losses", history.losses},
+      {"validation", history.validation},
+      {"seconds", standing.seconds},
+      {"tokens_per_second", static_cast<double>(standing.tokens) / standing.seconds},
+      {"theory", standing.theory},
+      {"memory", standing.memory}};
+}
+
 // [collective]
-void finish(const Run& run, const Metrics& metrics, int64_t parameters) {
+void finish(const Run& run, const Standing& standing, const History& history, int64_t parameters) {
   const auto& flags = run.flags;
-  const auto json = metrics_json(run, metrics, parameters);
   std::string sample;
   run.optimizer.gathered([&] { // once for all tokens, instead of for each
     sample = generate(run.model, prompt, flags.sample_bytes, flags.seed);
@@ -287,19 +240,69 @@ void finish(const Run& run, const Metrics& metrics, int64_t parameters) {
   std::cout << "\n"
             << zero::report(run.optimizer) << "\nsample   (" << flags.sample_bytes << " bytes)\n"
             << printable(sample) << "\n\n";
+  const Json metrics = metrics_of(run, standing, history, parameters);
   std::printf(
-      "speed    %.0f tokens/s; %.1f s of training\n", metrics.tokens_per_second, metrics.seconds);
-  std::filesystem::create_directories(flags.out);
+      "speed    %.0f tokens/s; %.1f s of training\n",
+      metrics.at("tokens_per_second").get<double>(),
+      standing.seconds);
   const auto path = std::filesystem::path(flags.out) / "metrics.json";
-  std::ofstream(path) << json;
+  std::ofstream(path) << metrics.dump(1) << "\n";
   std::printf("metrics  %s (python examples/plot.py draws it)\n", path.c_str());
   if (!flags.log_losses.empty()) {
-    write_losses(flags.log_losses, metrics.losses);
+    write_losses(flags.log_losses, history.losses);
     std::printf("losses   %s\n", flags.log_losses.c_str());
   }
 }
 
-void run_all(const Flags& flags) {
+// [collective] Says why on rank 0 and gives the exit status: a launcher ends all ranks when
+// one ends, not before it is said.
+int stop(const Group& group, const std::string& line, int code) {
+  if (!group || group->getRank() == 0) {
+    (code == 0 ? std::cout : std::cerr) << line << std::endl;
+  }
+  if (group) {
+    group->barrier()->wait();
+  }
+  return code;
+}
+
+struct Start {
+  std::optional<std::string> checkpoint; // to load
+  Standing standing;
+};
+
+// Or the exit status, where nothing is left to do or it is another run.
+std::variant<Start, int> go_on(Flags& flags, const std::string& text, const Group& group) {
+  const auto checkpoint = latest_of(flags);
+  Standing standing = checkpoint ? standing_of(*checkpoint) : Standing();
+  const Json saved = std::exchange(standing.configuration, Json::object());
+  if (flags.decay_steps == 0) {
+    flags.decay_steps = saved.value("decay_steps", flags.steps);
+  }
+  const Json& now = standing.configuration = describe(flags, text, group ? group->getSize() : 1);
+  if (!checkpoint) {
+    return Start{checkpoint, standing};
+  }
+  if (const auto different = differences(saved, now); !different.empty()) {
+    return stop(group, refusal(*checkpoint, different), 1);
+  }
+  if (is_finished(flags, standing.step)) {
+    return stop(group, "finished " + *checkpoint + ": " + after_the_end(flags, standing.step), 0);
+  }
+  if (!group || group->getRank() == 0) {
+    std::cout << "resumed  " << *checkpoint << "\n";
+    for (const std::string& line : changes(saved, now)) {
+      std::cout << "note     " << line << "\n";
+    }
+    if (flags.steps > standing.step && standing.step >= flags.decay_steps) {
+      std::cout << "note     the decay is over: the learning rate stays at " << flags.min_lr
+                << "\n";
+    }
+  }
+  return Start{checkpoint, standing};
+}
+
+int run_all(Flags flags) {
   const Group group = zero::init();
   const int64_t rank = group ? group->getRank() : 0;
   const int64_t ranks = group ? group->getSize() : 1;
@@ -307,6 +310,16 @@ void run_all(const Flags& flags) {
   const bool one_file = !flags.text.empty();
   const auto text = one_file ? read_file(flags.text).substr(0, flags.max_bytes)
                              : read_directory(flags.text_dir, flags.max_bytes);
+  History history(flags, rank);
+  if (group) {
+    group->barrier()->wait();
+  }
+  auto found = go_on(flags, text, group);
+  if (const int* code = std::get_if<int>(&found)) {
+    return *code;
+  }
+  auto& [checkpoint, standing] = std::get<Start>(found);
+  history.begin(flags, standing.step);
   const Batches batches(text, {flags.batch, flags.context, flags.seed, rank, ranks});
   auto model = std::make_shared<GPT>(flags.layers, flags.dim, flags.heads, flags.context);
   initialise(*model, flags.seed);
@@ -327,15 +340,20 @@ void run_all(const Flags& flags) {
               << " bytes = " << flags.batch << " per rank x " << ranks << " ranks x "
               << flags.accumulate << " accumulated; ZeRO stage " << flags.stage << std::endl;
   }
+  if (checkpoint) {
+    zero::load(*checkpoint, *model, &optimizer);
+  }
   const Run run{flags, group, batches, *model, optimizer};
-  finish(run, train(run), parameters);
+  train(run, standing, history);
+  finish(run, standing, history, parameters);
+  return 0;
 }
 
 } // namespace
 
 int main(int argc, char** argv) {
   try {
-    run_all(parse_flags(argc, argv));
+    return run_all(parse_flags(argc, argv));
   } catch (const c10::Error& error) {
     std::cerr << error.what_without_backtrace() << std::endl;
     return 1;

@@ -3,6 +3,7 @@
 #include "bindings.h"
 #include "contents.h"
 
+#include <zero/checkpoint/averages.h>
 #include <zero/checkpoint/background_save.h>
 #include <zero/checkpoint/directory.h>
 #include <zero/checkpoint/held.h>
@@ -54,6 +55,14 @@ auto saving(
        .extra = extra,
        .keep_last = keep_last,
        .part_bytes = part_bytes});
+}
+
+Foreign averages_of(EMA& ema, const MaybeEngine& engine) {
+  Foreign averages;
+  for (auto& [index, name, values] : ckpt::averages_of(ema, engine.value_or(nullptr).get())) {
+    averages.emplace_back(index, std::move(name), std::move(values));
+  }
+  return averages;
 }
 
 std::pair<std::vector<std::string>, std::vector<std::string>> load_model(
@@ -148,6 +157,13 @@ void init_checkpoint(py::module_& module) {
       "what the\nengine does not hold; `foreign`: (index, name, this rank's part) of state outside "
       "of it;\n`texts`: JSON of the optimizer, of scalars and of the user's extra.");
   define_background_save(module);
+  module.def(
+      "averages_of",
+      &averages_of,
+      py::arg("ema"),
+      py::arg("engine"),
+      NoGil(),
+      "What a checkpoint's `foreign` holds of an EMA.");
   module.attr("PART_BYTES") = ckpt::kPartBytes;
   module.def("latest_checkpoint", &ckpt::latest, py::arg("parent"), NoGil());
   bind_held(module);
@@ -193,6 +209,21 @@ void init_checkpoint(py::module_& module) {
           py::arg("state"),
           NoGil(),
           "The part of a state tensor that this rank steps.")
+      .def(
+          "require_averages",
+          [](const ckpt::Checkpoint& self, EMA& ema, const MaybeEngine& engine) {
+            ckpt::require_averages(self, ema, engine.value_or(nullptr).get());
+          },
+          py::arg("ema"),
+          py::arg("engine"),
+          NoGil(),
+          "Raises where these are not of this engine, or not in the checkpoint.")
+      .def(
+          "load_averages",
+          &ckpt::load_averages,
+          py::arg("ema"),
+          NoGil(),
+          "[collective] Averages and settings of an EMA, after the parameters.")
       .def(
           "verify_state",
           [](ckpt::Checkpoint& self, const MaybeEngine& engine) {

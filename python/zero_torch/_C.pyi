@@ -695,6 +695,10 @@ class Checkpoint:
         """
         [collective] Reads the manifest.
         """
+    def load_averages(self, ema: EMA) -> None:
+        """
+        [collective] Averages and settings of an EMA, after the parameters.
+        """
     def load_model(self, engine: Engine | None, loose: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], strict: bool, verify: bool) -> tuple[list[str], list[str]]:
         """
         [collective] Parameters and buffers; (missing, unexpected) names.
@@ -706,6 +710,10 @@ class Checkpoint:
     def read_state(self, engine: Engine, index: typing.SupportsInt | typing.SupportsIndex, state: str) -> torch.Tensor:
         """
         The part of a state tensor that this rank steps.
+        """
+    def require_averages(self, ema: EMA, engine: Engine | None) -> None:
+        """
+        Raises where these are not of this engine, or not in the checkpoint.
         """
     def state_of(self, parameter: str) -> list[str]:
         ...

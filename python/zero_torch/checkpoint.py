@@ -16,6 +16,7 @@ from torch import nn
 
 from . import _C, _names, _registry, _weights, _wire
 from ._distributed_state import SavedOptimizer
+from .ema import EMA
 from .inspect import engines_of
 from .optimizer import ZeroOptimizer
 
@@ -30,6 +31,7 @@ def save(
     extra: Any = None,
     *,
     scaler: torch.amp.GradScaler | None = None,
+    ema: EMA | None = None,
     keep_last: int | None = None,
 ) -> None:
     """Saves a model, sharded or not, and its optimizer, each rank its share. Collective.
@@ -41,6 +43,9 @@ def save(
     counts, random states of the ranks (torch's, Python's, NumPy's), the ``scaler`` and ``extra``:
     numbers, strings, None, lists and dicts of these with str keys (a scheduler's state dict).
 
+    ``ema``: its averages, decay and count of updates too, in the optimizer's files. RuntimeError
+    inside its ``swapped()``.
+
     ``keep_last``: deletes older checkpoints beside this one, whose names differ from its name in
     their number only (``step-1000``), until so many are left.
 
@@ -49,9 +54,10 @@ def save(
     ValueError for a directory that holds something else, RuntimeError or OSError (disk full) on
     every rank.
     """
-    _C.save_checkpoint(*_arguments(directory, model, opt, extra, scaler, keep_last))
+    _C.save_checkpoint(*_arguments(directory, model, opt, extra, scaler, ema, keep_last))
 
 
+@_wire.collective("zero_torch.async_save")
 def async_save(
     directory: Path,
     model: nn.Module,
@@ -59,6 +65,7 @@ def async_save(
     extra: Any = None,
     *,
     scaler: torch.amp.GradScaler | None = None,
+    ema: EMA | None = None,
     keep_last: int | None = None,
 ) -> _C.BackgroundSave:
     """``save`` that returns once each rank has copied its share; threads write it. Collective.
@@ -72,7 +79,7 @@ def async_save(
     raised by the next ``save``, ``async_save`` or ``load`` of the model, on every rank; these wait
     for the save in the background, and so does the end of the process.
     """
-    arguments = _arguments(directory, model, opt, extra, scaler, keep_last)
+    arguments = _arguments(directory, model, opt, extra, scaler, ema, keep_last)
     return _C.async_save_checkpoint(*arguments)
 
 
@@ -85,6 +92,7 @@ def _arguments(
     opt: ZeroOptimizer | None,
     extra: Any,
     scaler: torch.amp.GradScaler | None,
+    ema: EMA | None,
     keep_last: int | None,
 ) -> tuple[Any, ...]:
     """Of the core's two saves. Collective."""
@@ -97,9 +105,12 @@ def _arguments(
     if opt is not None:
         foreign = opt._rule.shards()
         optimizer = _describe_optimizer(opt)
+    if ema is not None:
+        foreign = foreign + _C.averages_of(_core_of(ema), engine)
     scalars = {
         "rng": _random_states(engine),
         "scaler": None if scaler is None else scaler.state_dict(),
+        "ema": None if ema is None else {"decay": ema.decay, "updates": ema.updates},
     }
     texts = (_to_json("param_groups", optimizer), _to_json("scaler", scalars), extra_text)
     native = opt is not None and opt._name is not None
@@ -123,6 +134,7 @@ def load(
     opt: ZeroOptimizer | None = None,
     *,
     scaler: torch.amp.GradScaler | None = None,
+    ema: EMA | None = None,
     strict: bool = True,
     verify: bool = True,
     rng: bool = True,
@@ -137,8 +149,10 @@ def load(
 
     Collective: each rank reads what it holds. With ``opt`` its param groups, step counts and state
     come along; without, the optimizer's files are not looked at, and rank 0 warns where the model
-    has an optimizer. ``rng``: ranks that saved get their random states back. ``verify``: checksums
-    are compared first, shared out among the ranks.
+    has an optimizer. ``ema`` gets the averages, decay and count of updates that were saved, else
+    ValueError; parameters that had no average then start at their loaded values. ``rng``: ranks
+    that saved get their random states back. ``verify``: checksums are compared first, shared out
+    among the ranks.
 
     Raises ValueError on every rank, before anything is changed: all missing and unexpected names
     (``strict=False`` leaves those alone) and other shapes in one error; files that are damaged or
@@ -162,13 +176,17 @@ def load(
     checkpoint = _C.Checkpoint(os.fspath(directory), engine)
     loader = None
     _warn_of_fresh(engine, opt, checkpoint.optimizer)
+    if ema is not None:
+        checkpoint.require_averages(_core_of(ema), engine)
     if opt is not None:
         loader = _OptimizerLoader(checkpoint, opt, directory)
-        if verify:
-            checkpoint.verify_state(engine)
+    if verify and (opt is not None or ema is not None):
+        checkpoint.verify_state(engine)
     checkpoint.load_model(engine, _loose(model, engine), strict, verify)
     if loader is not None:
         loader.load()
+    if ema is not None:
+        checkpoint.load_averages(_core_of(ema))
     scalars = _from_json(checkpoint.scalars) or {}
     if scaler is not None and scalars.get("scaler") is not None:
         scaler.load_state_dict(scalars["scaler"])
@@ -223,6 +241,12 @@ def _warn_of_fresh(engine: _C.Engine | None, opt: ZeroOptimizer | None, saved: s
             "that it has; pass opt to zero_torch.load to load it too",
             stacklevel=4,
         )
+
+
+def _core_of(ema: EMA) -> _C.EMA:
+    if not isinstance(ema, EMA):
+        raise TypeError(f"expected ema to be a zero.EMA or None, got {type(ema).__name__}")
+    return ema._core
 
 
 def _loose(model: nn.Module, engine: _C.Engine | None) -> list[tuple[str, torch.Tensor, bool]]:

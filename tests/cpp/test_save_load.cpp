@@ -178,3 +178,58 @@ TEST_CASE("a save in the background holds what the model was", "[checkpoint]") {
     }
   }
 }
+
+TEST_CASE("averages load at other ranks and stages, and go on", "[checkpoint]") {
+  const Folder folder;
+  const auto averages_of = [](zero::EMA& ema, torch::nn::Module& model) {
+    State values;
+    for (const at::Tensor& parameter : model.parameters()) {
+      values.push_back(ema.average(parameter));
+    }
+    return values;
+  };
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    const std::string path = folder.path("stage-" + std::to_string(stage));
+    State saved;
+    run_ranks(2, [&](int64_t rank, const auto& group) {
+      const auto model = make_gpt();
+      zero::ZeroOptimizer optimizer(*model, options_of(stage), zero::AdamW{.lr = 0.01}, group);
+      zero::EMA ema(optimizer, /*decay=*/0.7);
+      for (int64_t step = 0; step < 2; ++step) {
+        train(optimizer, *model, rank, step);
+        ema.update();
+      }
+      zero::save(path, *model, &optimizer, {.ema = &ema});
+      const State values = averages_of(ema, *model);
+      if (rank == 0) {
+        saved = values;
+      }
+      ema.swapped([&] {
+        const std::string error =
+            error_of([&] { zero::save(path + "-swapped", *model, &optimizer, {.ema = &ema}); });
+        require(contains(error, "swap()"), "an error of the swap, got: " + error);
+      });
+    });
+    run_ranks(3, [&](int64_t rank, const auto& group) {
+      const auto model = make_gpt(/*seed=*/5);
+      zero::ZeroOptimizer optimizer(*model, options_of(3 - stage), zero::AdamW{}, group);
+      zero::EMA ema(optimizer);
+      zero::load(path, *model, &optimizer, {.ema = &ema});
+      require(ema.decay() == 0.7 && ema.updates() == 2, "the settings");
+      require(equal(averages_of(ema, *model), saved), "what was saved");
+      train(optimizer, *model, rank, 2);
+      ema.update();
+      State want;
+      for (size_t i = 0; i < saved.size(); ++i) {
+        const at::Tensor now = zero::full_param(optimizer, model->parameters()[i]);
+        want.push_back(saved[i].lerp(now, 1.0 - 0.7));
+      }
+      require(equal(averages_of(ema, *model), want), "the averages going on");
+      zero::save(path + "-without", *model, &optimizer);
+      const std::string error =
+          error_of([&] { zero::load(path + "-without", *model, &optimizer, {.ema = &ema}); });
+      require(contains(error, "without them"), "no averages, got: " + error);
+      zero::load(path, *model, &optimizer); // its averages are passed over
+    });
+  }
+}

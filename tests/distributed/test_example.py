@@ -5,28 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from example_runs import command, write_text
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 FLAGS = "--layers 2 --dim 48 --heads 4 --context 32 --batch 3 --bucket-mb 0.05 --warmup 2"
 FLAGS += f" --steps {STEPS} --eval-every 3 --eval-batches 3 --sample-bytes 5"
 STAGES = (0, 1, 2, 3)
-
-
-def command(language: str, ranks: int) -> list[str]:
-    """With torchrun, or for no ranks alone."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(ranks)]
-    if language == "python":
-        program = [str(ROOT / "examples" / "train_gpt.py")]
-        return [*(launcher if ranks else [sys.executable]), *program]
-    program = [str(ROOT / "build" / version("torch") / "train_gpt")]
-    return [*launcher, "--no-python", *program] if ranks else program
 
 
 class Example:
@@ -36,10 +23,7 @@ class Example:
         self.folder = folder
         self.text = folder / "text"
         self.logs: dict[tuple[str, str, int], Path] = {}
-        for path in ("b.py", "a/z.py", "a.py", "a/test/skipped.py", "a/skipped.txt"):
-            file = self.text / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"# {path}\n" + f"def function_{len(path)}(x): return x\n" * 60)
+        write_text(self.text)
 
     def run(self, language: str, flags: str, ranks: int = 2) -> Path:
         """The folder of what a run wrote."""

@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
+#include <zero/checkpoint/averages.h>
 #include <zero/checkpoint/load.h>
 #include <zero/checkpoint/rules_json.h>
 #include <zero/checkpoint/save.h>
@@ -144,8 +145,16 @@ Saved what_to_save(
       saved.contents.foreign = checkpoint::shard_state(*optimizer);
     }
   }
+  std::optional<checkpoint::EMASettings> ema;
+  if (settings.ema != nullptr) {
+    for (auto& average : checkpoint::averages_of(*settings.ema, saved.contents.engine.get())) {
+      saved.contents.foreign.push_back(std::move(average));
+    }
+    ema = {settings.ema->decay(), settings.ema->updates()};
+  }
   const checkpoint::Together ranks(saved.contents.engine.get(), "saving '" + directory + "'");
-  saved.options.scalars = checkpoint::rng_to_json(ranks.run([] { return random_state(); }));
+  saved.options.scalars =
+      checkpoint::scalars_to_json(ranks.run([] { return random_state(); }), ema);
   return saved;
 }
 
@@ -179,15 +188,18 @@ std::string load(
   checkpoint::Checkpoint saved(directory, contents.engine.get());
   std::optional<RuleLoader> rules;
   std::optional<checkpoint::ShardOptimizerLoader> shards;
+  if (settings.ema != nullptr) {
+    checkpoint::require_averages(saved, *settings.ema, contents.engine.get());
+  }
   if (with_state) {
     if (optimizer->inner() == nullptr) {
       rules.emplace(saved, *optimizer, directory);
     } else {
       shards.emplace(saved, *optimizer, directory);
     }
-    if (settings.verify) {
-      saved.verify_state(contents.engine.get());
-    }
+  }
+  if (settings.verify && (with_state || settings.ema != nullptr)) {
+    saved.verify_state(contents.engine.get());
   }
   saved.load_model(contents, {.strict = settings.strict, .verify = settings.verify});
   if (rules) {
@@ -195,6 +207,9 @@ std::string load(
   }
   if (shards) {
     shards->load();
+  }
+  if (settings.ema != nullptr) {
+    checkpoint::load_averages(saved, *settings.ema);
   }
   const int64_t rank = contents.engine ? contents.engine->rank() : 0;
   const std::string state = checkpoint::rng_from_json(saved.manifest().scalars, rank);

@@ -20,6 +20,7 @@ class Module;
 
 namespace zero {
 
+class EMA;
 class ZeroOptimizer;
 
 struct SaveSettings {
@@ -28,6 +29,9 @@ struct SaveSettings {
   // Deletes older checkpoints beside this one, whose names differ from its name in their
   // number only ("step-1000"), until so many are left; 0: none.
   int64_t keep_last = 0;
+  // Of this optimizer: its averages, decay and count of updates too. Not while it is
+  // swapped in.
+  EMA* ema = nullptr;
 };
 
 // [collective] Parameters (fp32 masters, where there are any), buffers, native state, step
@@ -61,6 +65,8 @@ struct LoadSettings {
   bool optimizer_state = true;
   // The random state that this rank had.
   bool rng = true;
+  // Gets what was saved of one; a c10::ValueError where none was.
+  EMA* ema = nullptr;
 };
 
 // [collective] Returns `extra`. Throws c10::ValueError on all ranks, before anything is

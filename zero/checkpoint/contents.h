@@ -42,6 +42,9 @@ struct Contents {
   std::vector<std::pair<std::string, std::string>> tied = {};
 };
 
+// The state of a parameter that is its average, by EMA: no rule's own.
+inline constexpr const char* kAverage = "zero.ema";
+
 // The name of a state tensor in the manifest: "blocks.0.weight:exp_avg".
 ZERO_API std::string state_name(const std::string& parameter, const std::string& state);
 // And back: {parameter, state}.

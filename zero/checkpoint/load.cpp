@@ -58,7 +58,7 @@ std::vector<std::string> Checkpoint::state_of(const std::string& parameter) cons
   for (const ManifestTensor& tensor : manifest_.tensors) {
     if (tensor.kind == TensorKind::state) {
       auto [owner, state] = split_state_name(tensor.name);
-      if (owner == parameter) {
+      if (owner == parameter && state != kAverage) {
         names.push_back(std::move(state));
       }
     }

@@ -30,10 +30,13 @@ class ZERO_API Checkpoint {
   // [collective] Throws on all ranks where one can't read the manifest, or reads another.
   Checkpoint(std::string directory, Engine* engine);
 
+  const std::string& directory() const {
+    return directory_;
+  }
   const Manifest& manifest() const {
     return manifest_;
   }
-  // Names of a parameter's state, sorted; empty without.
+  // Names of the state that a rule has of a parameter, sorted; empty without.
   std::vector<std::string> state_of(const std::string& parameter) const;
 
   // [collective] Parameters and buffers. Nothing is changed where names, shapes or

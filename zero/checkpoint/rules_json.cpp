@@ -162,7 +162,9 @@ OptimizerSection optimizer_from_json(
   return section;
 }
 
-std::string rng_to_json(const std::vector<std::string>& states) {
+std::string scalars_to_json(
+    const std::vector<std::string>& states,
+    const std::optional<EMASettings>& ema) {
   static constexpr const char* kDigits = "0123456789abcdef";
   Json json;
   json["rng"] = Json::array();
@@ -174,6 +176,9 @@ std::string rng_to_json(const std::vector<std::string>& states) {
       hex += kDigits[value & 15U];
     }
     json["rng"].push_back({{"torch", hex}});
+  }
+  if (ema) {
+    json["ema"] = {{"decay", ema->decay}, {"updates", ema->updates}};
   }
   return json.dump();
 }
@@ -194,6 +199,17 @@ std::string rng_from_json(const std::string& text, int64_t rank) {
     state.clear(); // nothing that was saved here
   }
   return state;
+}
+
+std::optional<EMASettings> ema_from_json(const std::string& text) {
+  try {
+    const Json ema = Json::parse(text).value("ema", Json());
+    if (ema.is_object()) {
+      return EMASettings{ema.at("decay").get<double>(), ema.at("updates").get<int64_t>()};
+    }
+  } catch (const nlohmann::json::exception&) { // nothing that was saved here
+  }
+  return std::nullopt;
 }
 
 } // namespace zero::checkpoint

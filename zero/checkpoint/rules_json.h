@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,9 +30,17 @@ OptimizerSection optimizer_from_json(
     const OptimizerSection& expected,
     const std::string& where);
 
-// {"rng": [{"torch": hex}, ...]}, by rank, and a rank's bytes of such a text; empty
-// without.
-std::string rng_to_json(const std::vector<std::string>& states);
+struct EMASettings {
+  double decay = 0.0;
+  int64_t updates = 0;
+};
+
+// {"rng": [{"torch": hex}, ...], "ema": {"decay": 0.999, "updates": 3}}, random states by
+// rank. And a rank's bytes of such a text, and its settings; empty and nothing without.
+std::string scalars_to_json(
+    const std::vector<std::string>& states,
+    const std::optional<EMASettings>& ema);
 std::string rng_from_json(const std::string& text, int64_t rank);
+std::optional<EMASettings> ema_from_json(const std::string& text);
 
 } // namespace zero::checkpoint

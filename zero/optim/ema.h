@@ -62,11 +62,20 @@ class ZERO_API EMA {
   void set_updates(int64_t updates) {
     updates_ = updates;
   }
+  // What this rank keeps of an average, one-dimensional, of the elements of
+  // Engine::shard_parameter(); empty without.
+  at::Tensor part(int64_t index) {
+    return averaged(index);
+  }
+  // Throws while the averages are in the parameters' place.
+  void require_weights(const char* operation) const;
+  Engine& engine() const {
+    return *engine_;
+  }
   // Bytes that the averages take on this rank.
   int64_t bytes() const;
 
  private:
-  void require_weights(const char* operation) const;
   at::Tensor& averaged(int64_t index);
 
   const std::shared_ptr<Engine> engine_;

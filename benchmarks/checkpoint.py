@@ -1,0 +1,299 @@
+"""Saving and loading a GPT with AdamW's state, against plain writes and torch's own ways.
+
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--model large|xl] [--rounds 3] [--json FILE]
+
+    zero        zero.save and zero.load at --stage (3), all ranks
+    torch.save  rank 0 saves the whole state dicts of a replicated model, and flushes the file
+    dcp         torch.distributed.checkpoint of a model under FSDP2, all ranks
+
+Beside each save the same number of ranks writes the same bytes as plainly as it goes: blocks of
+16 MiB out of one buffer, then fsync. "to plain" is the median over pairs of what that took by what
+the save took: 1 is the disk's rate. Everything that is timed ends when the bytes are on the disk.
+Loads read what was just written, out of the page cache. Extra memory is the growth of a rank's
+resident memory over what it was before the call, at its peak, of the worst rank: mapped files that
+it read count. Ways take turns; don't run anything else on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import ROOT, free_port, note_if_not_quiet
+from torch import nn
+from train_step import GPT, status, wrap
+
+WAYS = ["zero", "torch.save", "dcp"]
+MODELS = {
+    "small": {"layers": 6, "dim": 256},  # 5.3 M parameters
+    "large": {"layers": 8, "dim": 768},  # 58 M
+    "xl": {"layers": 24, "dim": 1024},  # 304 M
+}
+VOCABULARY, CONTEXT = 1024, 64
+BLOCK = 16 * 2**20
+MB = 1e6
+
+Call = Callable[[], object]
+
+
+# ---- a rank ----
+
+
+class Way:
+    """A model with optimizer state, how it is saved, and how it is loaded."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        model = GPT(VOCABULARY, options.dim, options.layers, CONTEXT)
+        self.bytes = 3 * sum(p.nbytes for p in model.parameters())
+        self.unit_bytes = sum(p.nbytes for p in model.blocks[0].parameters())
+        self.name, self.path = name, options.folder / "saved"
+        strategy = {"zero": f"zero{options.stage}", "torch.save": "ddp_fused", "dcp": "fsdp2"}[name]
+        self.model, self.opt = wrap(strategy, model)
+        tokens = torch.randint(0, VOCABULARY, (1, 9))
+        logits = self.model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def save(self) -> None:
+        if self.name == "zero":
+            import zero_torch as zero
+
+            zero.save(self.path, self.model, self.opt)
+        elif self.name == "dcp":
+            import torch.distributed.checkpoint as dcp
+
+            dcp.save(self._sharded(), checkpoint_id=self.path)
+        elif dist.get_rank() == 0:
+            with self.path.open("wb") as file:
+                torch.save([self.model.state_dict(), self.opt.state_dict()], file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def loads(self) -> dict[str, Call]:
+        if self.name == "zero":
+            import zero_torch as zero
+
+            return {
+                "load": lambda: zero.load(self.path, self.model, self.opt),
+                "load, unverified": lambda: zero.load(
+                    self.path, self.model, self.opt, verify=False
+                ),
+            }
+        return {"load": self._load_sharded if self.name == "dcp" else self._load_whole}
+
+    def _load_whole(self) -> None:
+        model, opt = torch.load(self.path)
+        self.model.load_state_dict(model)
+        self.opt.load_state_dict(opt)
+
+    def _sharded(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, opt = get_state_dict(self.model, self.opt)
+        return {"model": model, "optimizer": opt}
+
+    def _load_sharded(self) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._sharded()
+        dcp.load(state, checkpoint_id=self.path)
+        set_state_dict(
+            self.model,
+            self.opt,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def remove(self) -> None:
+        if dist.get_rank() == 0:
+            if self.path.is_dir():
+                shutil.rmtree(self.path)
+            else:
+                self.path.unlink(missing_ok=True)
+
+
+class PlainWrite:
+    """This rank's share of the bytes, from one buffer."""
+
+    def __init__(self, folder: Path, share: int) -> None:
+        self.path, self.share = folder / f"plain-{dist.get_rank()}", share
+        self.block = os.urandom(BLOCK)
+
+    def write(self) -> None:
+        with self.path.open("wb", buffering=0) as file:
+            for begin in range(0, self.share, BLOCK):
+                file.write(memoryview(self.block)[: min(BLOCK, self.share - begin)])
+            os.fsync(file.fileno())
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def timed(call: Call) -> tuple[float, float]:
+    """(seconds from the first rank's beginning to the last one's end, MB of extra memory)."""
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    before = status("VmRSS")
+    began = time.perf_counter()
+    call()
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    extra = torch.tensor([(status("VmHWM") - before) * 1.024**2])
+    dist.all_reduce(extra, dist.ReduceOp.MAX)
+    return seconds, extra.item()
+
+
+def settle(*removals: Call) -> None:
+    """Nothing of what was written before is left to be done."""
+    dist.barrier()
+    for remove in removals:
+        remove()
+    os.sync()
+    dist.barrier()
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()
+    way = Way(options.way, options)
+    plain = PlainWrite(options.folder, way.bytes // world)
+    seconds: dict[str, list[float]] = {"plain": [], "save": []}
+    extra: dict[str, float] = {}
+    for repeat in range(-1, options.repeats):  # the first is not counted
+        pair = [("plain", plain.write), ("save", way.save)]
+        settle(plain.remove, way.remove)
+        for what, call in pair if repeat % 2 else reversed(pair):
+            took, grown = timed(call)
+            settle()
+            if repeat >= 0:
+                seconds[what].append(took)
+                extra[what] = max(extra.get(what, 0.0), grown)
+        for what, call in way.loads().items():
+            took, grown = timed(call)
+            if repeat >= 0:
+                seconds.setdefault(what, []).append(took)
+                extra[what] = max(extra.get(what, 0.0), grown)
+    settle(plain.remove, way.remove)
+    if rank == 0:
+        result = {"seconds": seconds, "extra_mb": extra, "bytes": way.bytes}
+        print(json.dumps(result | {"unit_bytes": way.unit_bytes}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- all of them ----
+
+
+def measure(way: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--way", way, "--folder", folder]
+    for name, value in MODELS[options.model].items():
+        command += [f"--{name}", str(value)]
+    command += ["--repeats", str(options.repeats), "--stage", str(options.stage)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(options.ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
+        environment = {**os.environ, **shared, **place}
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    outputs = [process.communicate(timeout=1800)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{way} failed")
+    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return found
+
+
+def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The runs of one way as one, with figures."""
+    whole = {**runs[0]}
+    whole["seconds"] = {
+        what: [took for run in runs for took in run["seconds"][what]] for what in whole["seconds"]
+    }
+    whole["extra_mb"] = {
+        what: max(run["extra_mb"][what] for run in runs) for what in whole["extra_mb"]
+    }
+    whole["mb_per_second"] = {
+        what: {
+            "median": whole["bytes"] / MB / statistics.median(times),
+            "min": whole["bytes"] / MB / max(times),
+            "max": whole["bytes"] / MB / min(times),
+        }
+        for what, times in whole["seconds"].items()
+    }
+    pairs = zip(whole["seconds"]["plain"], whole["seconds"]["save"], strict=True)
+    whole["save_to_plain"] = statistics.median(plain / save for plain, save in pairs)
+    return whole
+
+
+def print_table(results: dict[str, dict[str, Any]]) -> None:
+    print(f"{'way':11s} {'':17s} {'MB/s':>7s} {'min - max':>15s} {'to plain':>9s} {'extra MB':>9s}")
+    for way, result in results.items():
+        label = way
+        for what, rates in result["mb_per_second"].items():
+            spread = f"{rates['min']:.0f} - {rates['max']:.0f}"
+            ratio = f"{result['save_to_plain']:9.2f}" if what == "save" else " " * 9
+            print(
+                f"{label:11s} {what:17s} {rates['median']:7.0f} {spread:>15s} {ratio} "
+                f"{result['extra_mb'][what]:9.1f}"
+            )
+            label = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="large")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--stage", type=int, default=3, help="of zero")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each way")
+    parser.add_argument("--repeats", type=int, default=3, help="saves of a start that count")
+    parser.add_argument(
+        "--parent", type=Path, default=ROOT / "build", help="on the disk to measure"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--way", choices=WAYS, help="this is a rank of it")
+    parser.add_argument("--folder", type=Path, help="of a rank")
+    parser.add_argument("--layers", type=int, help="of a rank")
+    parser.add_argument("--dim", type=int, help="of a rank")
+    options = parser.parse_args()
+    if options.way:
+        run_rank(options)
+        return
+    note_if_not_quiet()
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    with tempfile.TemporaryDirectory(dir=options.parent, prefix="checkpoint-") as folder:
+        for _ in range(options.rounds):
+            for way, found in runs.items():
+                found.append(measure(way, options, folder))
+    results = {way: joined(found) for way, found in runs.items()}
+    first = next(iter(results.values()))
+    print(
+        f"{first['bytes'] / MB:.0f} MB of parameters and moments, {options.ranks} ranks, zero at "
+        f"stage {options.stage}; a unit has {first['unit_bytes'] / MB:.0f} MB"
+    )
+    print_table(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
