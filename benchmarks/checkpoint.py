@@ -8,7 +8,8 @@
 
 Beside each save the same number of ranks writes the same bytes as plainly as it goes: blocks of
 16 MiB out of one buffer, then fsync. "to plain" is the median over pairs of what that took by what
-the save took: 1 is the disk's rate. Everything that is timed ends when the bytes are on the disk.
+the save took: 1 is the disk's rate. Everything that is timed ends when the bytes are on the disk,
+but for async_save's call, which ends when the shards are copied.
 Loads read what was just written, out of the page cache. Extra memory is the growth of a rank's
 resident memory over what it was before the call, at its peak, of the worst rank: mapped files that
 it read count. Ways take turns; don't run anything else on the machine.
@@ -83,6 +84,11 @@ class Way:
                 torch.save([self.model.state_dict(), self.opt.state_dict()], file)
                 file.flush()
                 os.fsync(file.fileno())
+
+    def begin_save(self) -> None:
+        import zero_torch as zero
+
+        self.pending = zero.async_save(self.path, self.model, self.opt)
 
     def loads(self) -> dict[str, Call]:
         if self.name == "zero":
@@ -175,22 +181,27 @@ def run_rank(options: argparse.Namespace) -> None:
     nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()
     way = Way(options.way, options)
     plain = PlainWrite(options.folder, way.bytes // world)
-    seconds: dict[str, list[float]] = {"plain": [], "save": []}
+    seconds: dict[str, list[float]] = {}
     extra: dict[str, float] = {}
-    for repeat in range(-1, options.repeats):  # the first is not counted
+
+    def measure_call(repeat: int, what: str, call: Call) -> None:
+        took, grown = timed(call)
+        if repeat >= 0:  # the first is not counted
+            seconds.setdefault(what, []).append(took)
+            extra[what] = max(extra.get(what, 0.0), grown)
+
+    for repeat in range(-1, options.repeats):
         pair = [("plain", plain.write), ("save", way.save)]
         settle(plain.remove, way.remove)
         for what, call in pair if repeat % 2 else reversed(pair):
-            took, grown = timed(call)
+            measure_call(repeat, what, call)
             settle()
-            if repeat >= 0:
-                seconds[what].append(took)
-                extra[what] = max(extra.get(what, 0.0), grown)
+        if way.name == "zero":
+            measure_call(repeat, "async_save's call", way.begin_save)
+            way.pending.wait()
+            settle()
         for what, call in way.loads().items():
-            took, grown = timed(call)
-            if repeat >= 0:
-                seconds.setdefault(what, []).append(took)
-                extra[what] = max(extra.get(what, 0.0), grown)
+            measure_call(repeat, what, call)
     settle(plain.remove, way.remove)
     if rank == 0:
         result = {"seconds": seconds, "extra_mb": extra, "bytes": way.bytes}

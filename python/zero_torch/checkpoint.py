@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
-import math
 import os
 import random
 import sys
@@ -16,6 +14,7 @@ from torch import nn
 
 from . import _C, _names, _registry, _weights, _wire
 from ._distributed_state import SavedOptimizer
+from ._manifest_json import from_json, to_json
 from .ema import EMA
 from .inspect import engines_of
 from .optimizer import ZeroOptimizer
@@ -99,7 +98,7 @@ def _arguments(
     engine = _engine_of(model, opt)
     if keep_last is not None and (isinstance(keep_last, bool) or keep_last < 1):
         raise ValueError(f"expected keep_last to be at least 1, or None, got {keep_last!r}")
-    extra_text = _to_json("extra", extra)
+    extra_text = to_json("extra", extra)
     foreign: list[tuple[int, str, torch.Tensor]] = []
     optimizer: dict[str, Any] | None = None
     if opt is not None:
@@ -112,7 +111,7 @@ def _arguments(
         "scaler": None if scaler is None else scaler.state_dict(),
         "ema": None if ema is None else {"decay": ema.decay, "updates": ema.updates},
     }
-    texts = (_to_json("param_groups", optimizer), _to_json("scaler", scalars), extra_text)
+    texts = (to_json("param_groups", optimizer), to_json("scaler", scalars), extra_text)
     native = opt is not None and opt._name is not None
     return (
         os.fspath(directory),
@@ -187,7 +186,7 @@ def load(
         loader.load()
     if ema is not None:
         checkpoint.load_averages(_core_of(ema))
-    scalars = _from_json(checkpoint.scalars) or {}
+    scalars = from_json(checkpoint.scalars) or {}
     if scaler is not None and scalars.get("scaler") is not None:
         scaler.load_state_dict(scalars["scaler"])
     if rng:
@@ -195,7 +194,7 @@ def load(
         rank = 0 if engine is None else engine.rank
         if rank < len(states):
             _set_random_states(states[rank])
-    return _from_json(checkpoint.extra)
+    return from_json(checkpoint.extra)
 
 
 def latest(parent: Path) -> str | None:
@@ -233,7 +232,7 @@ def _engine_of(model: nn.Module, opt: ZeroOptimizer | None) -> _C.Engine | None:
 
 def _warn_of_fresh(engine: _C.Engine | None, opt: ZeroOptimizer | None, saved: str) -> None:
     """On rank 0, where the model has an optimizer whose state was saved and is not asked for."""
-    if opt is not None or engine is None or engine.rank != 0 or _from_json(saved) is None:
+    if opt is not None or engine is None or engine.rank != 0 or from_json(saved) is None:
         return
     if _registry.optimizer_of(engine) is not None:
         warnings.warn(
@@ -300,7 +299,7 @@ class _OptimizerLoader:
 
     def __init__(self, checkpoint: _C.Checkpoint, opt: ZeroOptimizer, directory: Path) -> None:
         self._checkpoint, self._opt = checkpoint, opt
-        saved = _from_json(checkpoint.optimizer)
+        saved = from_json(checkpoint.optimizer)
         if saved is None:
             raise ValueError(
                 f"expected an optimizer in '{os.fspath(directory)}', got a checkpoint that was "
@@ -365,39 +364,3 @@ def _set_random_states(states: dict[str, Any]) -> None:
     if numpy is not None and "numpy" in states:
         kind, keys, *rest = states["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-
-
-def _to_json(what: str, value: Any) -> str:
-    return json.dumps(_plain(what, value), allow_nan=False)
-
-
-def _from_json(text: str) -> Any:
-    return json.loads(text, object_hook=_restore)
-
-
-_FLOAT = "$float"  # of what JSON has no number for
-
-
-def _restore(value: dict[str, Any]) -> Any:
-    return float(value[_FLOAT]) if set(value) == {_FLOAT} else value
-
-
-def _plain(where: str, value: Any) -> Any:
-    """``value`` in JSON's types; tensors of one element become numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return _plain(where, value.item())
-    if isinstance(value, list | tuple):
-        return [_plain(f"{where}[{at}]", item) for at, item in enumerate(value)]
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"expected the keys of {where} to be str, got {key!r}")
-        return {key: _plain(f"{where}[{key!r}]", item) for key, item in value.items()}
-    raise TypeError(
-        f"expected {where} to be a number, a string, None, or a list or dict of these, got "
-        f"{type(value).__name__}"
-    )
