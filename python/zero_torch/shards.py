@@ -27,12 +27,12 @@ def model_state_dict(model: nn.Module) -> dict[str, Any]:
     engines = engines_of(model)
     with _hooks.giving_shards({engine: _C.held_values(engine) for engine in engines}):
         state = model.state_dict()
-    return _marked(OrderedDict(state), _names.to_plain(model, state), engines)
+    return _marked(_names.to_plain(model, state), engines)
 
 
 def optimizer_state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
     packed = packing.pack(optimizer, optimizer._rule.held_states(), keep=True)
-    return _marked(OrderedDict(packed), packed, [optimizer._live])
+    return _marked(packed, [optimizer._live])
 
 
 def load_model(model: nn.Module, state_dict: Any, strict: bool) -> None:
@@ -103,13 +103,11 @@ def load_optimizer(optimizer: ZeroOptimizer, state_dict: Any) -> None:
     packing.load(optimizer, read[0], optimizer._rule.load_held)
 
 
-def _marked(marked: Any, state: dict[str, Any], engines: list[_C.Engine]) -> dict[str, Any]:
-    marked.clear()
-    marked.update(state)
-    if hasattr(state, "_metadata"):
-        marked._metadata = state._metadata
+def _marked(state: dict[str, Any], engines: list[_C.Engine]) -> dict[str, Any]:
+    """A plain dict has no attributes."""
+    marked = state if isinstance(state, OrderedDict) else OrderedDict(state)
     setattr(marked, _MARK, _mark_of(engines))
-    return marked  # type: ignore[no-any-return]
+    return marked
 
 
 def _mark_of(engines: list[_C.Engine]) -> list[list[int]]:

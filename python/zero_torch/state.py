@@ -111,9 +111,9 @@ def _load_sharded(
     module: nn.Module, engine: _C.Engine, state_dict: dict[str, Any] | None, strict: bool
 ) -> None:
     """Rank 0's values, one module's own parameters at a time."""
-    names = _wire.on_rank_0(engine, lambda: sorted(_by_plain_name(module, state_dict)))
+    names = set(_wire.on_rank_0(engine, lambda: list(_by_plain_name(module, state_dict))))
     wanted = {_names.plain(module, name) for name in module.state_dict(keep_vars=True)}
-    missing, unexpected = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
+    missing, unexpected = sorted(wanted - names), sorted(names - wanted)
     if strict and (missing or unexpected):
         raise RuntimeError(
             "error loading the state dict of rank 0 into "

@@ -204,6 +204,48 @@ TEST_CASE("native rules and torch::optim take each other's state", "[checkpoint]
   });
 }
 
+TEST_CASE("groups of a torch::optim optimizer, and parameters that are frozen", "[checkpoint]") {
+  const TemporaryDirectory folder;
+  const auto grouped = [](double first, double others) -> zero::ShardOptimizerFactory {
+    return [=](const std::vector<at::Tensor>& shards) {
+      std::vector<optim::OptimizerParamGroup> groups;
+      groups.emplace_back(
+          std::vector<at::Tensor>{shards[0]}, std::make_unique<optim::AdamOptions>(first));
+      groups.emplace_back(
+          std::vector<at::Tensor>(shards.begin() + 1, shards.end()),
+          std::make_unique<optim::AdamOptions>(others));
+      return std::make_unique<optim::Adam>(groups, optim::AdamOptions());
+    };
+  };
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    const std::string path = folder / std::to_string(stage);
+    run_ranks(2, [&](int64_t rank, const auto& group) {
+      const auto model = make_gpt();
+      zero::ZeroOptimizer optimizer(*model, options_of(stage), grouped(0.01, 0.02), group);
+      train(optimizer, *model, rank, 0);
+      zero::save(path, *model, &optimizer);
+      const auto fresh = make_gpt(/*seed=*/5);
+      fresh->parameters()[1].set_requires_grad(false);
+      zero::ZeroOptimizer resumed(*fresh, options_of(stage), grouped(0.5, 0.5), group);
+      zero::load(path, *fresh, &resumed);
+      const auto& groups = resumed.inner()->param_groups();
+      require(groups[0].options().get_lr() == 0.01, "the first group's lr");
+      require(groups[1].options().get_lr() == 0.02, "the other's lr");
+      fresh->parameters()[1].set_requires_grad(true);
+      train(optimizer, *model, rank, 1);
+      train(resumed, *fresh, rank, 1);
+      require(
+          close(weights(resumed, *fresh), weights(optimizer, *model), 1e-5, 1e-6),
+          c10::str("the same step at stage ", stage));
+      const auto one = make_gpt();
+      zero::ZeroOptimizer other(
+          *one, options_of(stage), zero::elementwise<optim::Adam>(optim::AdamOptions()), group);
+      const std::string why = error_of([&] { zero::load(path, *one, &other); });
+      require(contains(why, "expected 1 groups"), "the number of groups, got: " + why);
+    });
+  }
+}
+
 TEST_CASE("torch::optim state that is unknown or another class's is refused", "[checkpoint]") {
   const TemporaryDirectory folder;
   run_ranks(2, [&](int64_t rank, const auto& group) {

@@ -147,6 +147,18 @@ def test_e57_state_dicts_and_their_errors() -> None:
     run(at_each_stage, 2, _state_dicts, _missing, limit_s=240.0)
 
 
+def test_a_deferred_model_is_initialized_by_plain_names() -> None:
+    values = make_gpt(4).state_dict()
+    for wrap in ("checkpointed blocks", "nested"):
+        for stage in (1, 3):
+            with zero.deferred_init():
+                model = make_gpt()
+            module = zero.ZeroModule(WRAPS[wrap](model), stage=stage, init_from=values)
+            got = zero.state_dict(module)
+            assert list(got) == list(values), wrap
+            assert all(torch.equal(got[name], value) for name, value in values.items())
+
+
 def test_units_are_chosen_by_plain_names_and_classes() -> None:
     for units in (["blocks.0", "blocks.1"], [type(make_gpt().blocks[0])], _is_block):
         for wrap, make in WRAPS.items():

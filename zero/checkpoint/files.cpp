@@ -109,6 +109,10 @@ void File::read(int64_t offset, void* destination, int64_t bytes) const {
   }
 }
 
+void File::start_sync() const noexcept {
+  sync_file_range(number_, 0, 0, SYNC_FILE_RANGE_WRITE); // a file system may not know it
+}
+
 void File::sync(int64_t needed) const {
   if (retry([&] { return fsync(number_); }) != 0) {
     TORCH_CHECK(false, write_error(errno, "flushing", path_, needed));

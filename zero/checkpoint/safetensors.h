@@ -88,6 +88,7 @@ class ZERO_API SafetensorsWriter {
   std::vector<uint64_t> checksums_;
   Checksum sum_;
   int64_t missing_ = 0;
+  int64_t held_back_ = 0; // bytes that the disk was not asked to write yet
   int64_t bytes_ = 0;
   bool finished_ = false;
   File file_;

@@ -105,6 +105,11 @@ void SafetensorsWriter::write(const void* data, int64_t bytes) {
     const int64_t part = std::min(bytes, kChunk);
     sum_.update(next, part);
     write_all(file_, next, part, bytes_);
+    held_back_ += part;
+    if (held_back_ >= kChunk) {
+      file_.start_sync();
+      held_back_ = 0;
+    }
     next += part;
     bytes -= part;
     missing_ -= part;

@@ -89,8 +89,8 @@ std::vector<StoredPart> Engine::own_parts() {
 }
 
 std::vector<StoredPart> Engine::begin_loading() {
-  impl_->announce("load");
   impl_->require_own_values("load");
+  impl_->announce("load");
   impl_->settle_values();
   if (impl_->parameters) {
     reshard_all();
