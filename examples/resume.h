@@ -101,6 +101,7 @@ inline Json describe(const Flags& flags, const std::string& text, int64_t ranks)
       {"dim", flags.dim},
       {"heads", flags.heads},
       {"context", flags.context},
+      {"text", flags.text.empty() ? flags.text_dir : flags.text},
       {"text_bytes", text.size()},
       {"text_crc32", crc32_of(text)},
       {"seed", flags.seed},
@@ -123,26 +124,32 @@ inline int64_t effective_batch(const Json& configuration) {
 }
 
 inline std::string flag_of(std::string name) {
-  if (name.starts_with("text_")) {
-    return name == "text_bytes" ? "size of the text" : "CRC-32 of the text";
+  if (name == "text_crc32") {
+    return "the text";
   }
   std::replace(name.begin(), name.end(), '_', '-');
   return "--" + name;
 }
 
+inline std::string shown(const Json& configuration, const std::string& name) {
+  const std::string value = configuration.value(name, Json()).dump();
+  return name != "text_crc32" ? value
+                              : configuration.value("text_bytes", Json()).dump() + " bytes of " +
+          configuration.value("text", "") + " (CRC-32 " + value + ")";
+}
+
 // What makes it another run; empty where nothing does. How the same effective batch is
 // spread does not.
 inline std::string differences(const Json& saved, const Json& now) {
-  std::set<std::string> allowed = {"ranks", "stage"};
+  std::set<std::string> allowed = {"ranks", "stage", "text", "text_bytes"};
   if (effective_batch(saved) == effective_batch(now)) {
     allowed.insert({"batch", "accumulate", "sync_every_micro"});
   }
   std::string text;
   for (const auto& [name, value] : now.items()) {
-    const Json before = saved.value(name, Json());
-    if (!allowed.contains(name) && before != value) {
-      text += (text.empty() ? "" : "; ") + flag_of(name) + " was " + before.dump() + ", is " +
-          value.dump();
+    if (!allowed.contains(name) && saved.value(name, Json()) != value) {
+      text += (text.empty() ? "" : "; ") + flag_of(name) + " was " + shown(saved, name) + ", is " +
+          shown(now, name);
     }
   }
   return text;

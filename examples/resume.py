@@ -27,7 +27,7 @@ import zero_torch as zero
 # What a checkpoint must agree on with the flags. The effective batch is batch x ranks x accumulate.
 COMPARED = [
     *("layers", "dim", "heads", "context"),
-    *("text_bytes", "text_crc32", "seed", "batch", "accumulate", "sync_every_micro"),
+    *("text_crc32", "seed", "batch", "accumulate", "sync_every_micro"),
     *("lr", "min_lr", "warmup", "decay_steps", "clip"),
 ]
 
@@ -69,6 +69,7 @@ def describe(args: argparse.Namespace, text: bytes, ranks: int) -> dict[str, Any
     """What the numbers of a run depend on, and how it is spread."""
     found = {name: getattr(args, name) for name in COMPARED if hasattr(args, name)}
     found |= {"text_bytes": len(text), "text_crc32": zlib.crc32(text)}
+    found["text"] = str(args.text or args.text_dir)
     return found | {"ranks": ranks, "stage": args.stage}
 
 
@@ -82,7 +83,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if effective_batch(saved) == effective_batch(now):
         spread = {"batch", "accumulate", "sync_every_micro"}
     return [
-        f"{_flag(name)} was {_shown(saved.get(name))}, is {_shown(now[name])}"
+        f"{_flag(name)} was {_shown(saved, name)}, is {_shown(now, name)}"
         for name in COMPARED
         if name not in spread and saved.get(name) != now[name]
     ]
@@ -113,12 +114,14 @@ def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _flag(name: str) -> str:
-    shown = {"text_bytes": "size of the text", "text_crc32": "CRC-32 of the text"}
-    return shown.get(name) or "--" + name.replace("_", "-")
+    return "the text" if name == "text_crc32" else "--" + name.replace("_", "-")
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _shown(configuration: dict[str, Any], name: str) -> str:
+    if name == "text_crc32":
+        size, source = (configuration.get(key) for key in ("text_bytes", "text"))
+        return f"{size} bytes of {source} (CRC-32 {configuration.get(name)})"
+    return json.dumps(configuration.get(name))
 
 
 class History:

@@ -197,7 +197,8 @@ def test_another_run_is_refused_or_started_over(train: Callable[..., str], tmp_p
     assert "--out" in said and "--fresh" in said
     assert "--layers was 2, is 3" in train("--steps 8 --warmup 2 --layers 3")
     assert "--decay-steps was 4, is 7" in train("--steps 8 --warmup 2 --decay-steps 7")
-    assert "size of the text" in train("--steps 8 --warmup 2 --max-bytes 3000")
+    said = train("--steps 8 --warmup 2 --max-bytes 3000")
+    assert re.search(r"the text was \d+ bytes of \S+ .*, is 3000 bytes of \S+ \(CRC-32 \d+\)", said)
     assert json.loads((out / "metrics.json").read_text())["losses"]
     train("--steps 3 --warmup 2 --seed 2 --no-plot --fresh")
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-3"]

@@ -1,5 +1,6 @@
 #include <zero/checkpoint/save.h>
 
+#include <memory>
 #include <utility>
 
 #include <torch/version.h>
@@ -12,19 +13,20 @@
 namespace zero::checkpoint {
 namespace {
 
-std::vector<WrittenFile>
+// All of it, not yet flushed.
+std::unique_ptr<PartWriter>
 write(const SaveDirectory& directory, const PartTarget& target, std::vector<Source>& sources) {
   std::vector<OwnPiece> pieces;
   pieces.reserve(sources.size());
   for (const Source& source : sources) {
     pieces.push_back(source.piece);
   }
-  PartWriter writer(directory, target, pieces);
+  auto writer = std::make_unique<PartWriter>(directory, target, pieces);
   for (Source& source : sources) {
     const at::Tensor values = flat(std::exchange(source.values, {}));
-    writer.write(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
+    writer->write(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
   }
-  return writer.finish();
+  return writer;
 }
 
 } // namespace
@@ -79,10 +81,13 @@ void PreparedSave::finish(const Together& ranks) {
     if (!directory_) {
       directory_ = std::make_unique<SaveDirectory>(path_, generation_);
     }
-    std::vector<WrittenFile> files = write(
+    // The disk works on the parameters while the state is written.
+    const auto parameters = write(
         *directory_, {FileKind::parameters, rank, options_.part_bytes}, collected_.parameters);
-    const std::vector<WrittenFile> state =
+    const auto optimizer =
         write(*directory_, {FileKind::optimizer, rank, options_.part_bytes}, collected_.state);
+    std::vector<WrittenFile> files = parameters->finish();
+    const std::vector<WrittenFile> state = optimizer->finish();
     files.insert(files.end(), state.begin(), state.end());
     return to_json(files);
   });

@@ -29,6 +29,24 @@ Together::Together(std::shared_ptr<comm::Communicator> communicator, std::string
   }
 }
 
+std::vector<std::string> Together::exchange(const std::string& told) const {
+  if (!exchange_) {
+    return {told};
+  }
+  std::vector<std::string> results;
+  try {
+    for (const at::Tensor& bytes : exchange_(comm::bytes_of(told))) {
+      results.push_back(comm::text_of(bytes));
+    }
+  } catch (const c10::DistBackendError& error) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            error.what_without_backtrace(), "; ", what_, " is collective: call it on all ranks"));
+  }
+  return results;
+}
+
 std::vector<std::string> Together::run(const std::function<std::string()>& step) const {
   std::exception_ptr own;
   std::string told(1, '+');
@@ -38,14 +56,7 @@ std::vector<std::string> Together::run(const std::function<std::string()>& step)
     own = std::current_exception();
     told.assign(1, '-').append(comm::text_of(own));
   }
-  std::vector<std::string> results;
-  if (!exchange_) {
-    results.push_back(told);
-  } else {
-    for (const at::Tensor& bytes : exchange_(comm::bytes_of(told))) {
-      results.push_back(comm::text_of(bytes));
-    }
-  }
+  std::vector<std::string> results = exchange(told);
   if (own) {
     std::rethrow_exception(own);
   }

@@ -31,6 +31,8 @@ class Together {
   std::string run_first(const std::function<std::string()>& step) const;
 
  private:
+  std::vector<std::string> exchange(const std::string& told) const;
+
   std::function<std::vector<at::Tensor>(const at::Tensor&)> exchange_; // none: one rank
   int64_t rank_ = 0;
   int64_t size_ = 1;
