@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'BackgroundSave', 'Bucket', 'Checkpoint', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'PART_BYTES', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'async_save_checkpoint', 'compress_bf16', 'compress_fp16', 'exchange_texts', 'finish_background_saves', 'latest_checkpoint', 'launch_environment', 'make_layout', 'make_units', 'python_comm_hook', 'save_checkpoint', 'validate_rule']
+__all__: list[str] = ['Adam', 'AdamW', 'BackgroundSave', 'Bucket', 'Checkpoint', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'PART_BYTES', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'async_save_checkpoint', 'averages_of', 'compress_bf16', 'compress_fp16', 'consolidate', 'exchange_texts', 'finish_background_saves', 'held_state', 'held_values', 'latest_checkpoint', 'launch_environment', 'load_held_state', 'load_held_values', 'load_weights', 'make_layout', 'make_units', 'python_comm_hook', 'read_manifest', 'save_checkpoint', 'validate_rule', 'verify_checkpoint']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -746,6 +746,10 @@ def async_save_checkpoint(directory: str, engine: Engine | None, native_state: b
     """
     [collective] The same, by a thread, from copies.
     """
+def averages_of(ema: EMA, engine: Engine | None) -> list[tuple[int, str, torch.Tensor]]:
+    """
+    What a checkpoint's `foreign` holds of an EMA.
+    """
 def compress_bf16() -> CommHook:
     """
     fp32 gradients travel in bfloat16, summed in fp32.
@@ -766,12 +770,29 @@ def finish_background_saves() -> None:
     """
     Waits for all of this process; errors that nobody saw go to stderr.
     """
+def held_state(engine: Engine) -> dict[int, dict[str, torch.Tensor]]:
+    """
+    Views, by index and name, of this rank's part of native state, and "step".
+    """
+def held_values(engine: Engine) -> dict[int, torch.Tensor]:
+    """
+    Views, by index, of what this rank holds of parameters that are sharded or have fp32 masters:
+    one-dimensional, or whole at stage 0.
+    """
 def latest_checkpoint(parent: str) -> str | None:
     ...
 def launch_environment() -> LaunchEnvironment | None:
     """
     What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a launcher.
     Raises ValueError naming a variable that is missing or malformed.
+    """
+def load_held_state(engine: Engine, index: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Mapping[str, torch.Tensor]) -> None:
+    """
+    Replaces a parameter's native state by tensors of the shapes of held_state().
+    """
+def load_held_values(engine: Engine, values: collections.abc.Mapping[typing.SupportsInt | typing.SupportsIndex, torch.Tensor]) -> None:
+    """
+    [collective] Copies tensors of the shapes of held_values() into them.
     """
 def load_weights(where: str, open: collections.abc.Callable[[], dict[str, list[int]]], read: collections.abc.Callable[[str], torch.Tensor], engine: Engine | None, model: tuple[collections.abc.Sequence[tuple[str, torch.Tensor, bool]], collections.abc.Sequence[tuple[str, str]]], strict: bool) -> tuple[list[str], list[str]]:
     """
