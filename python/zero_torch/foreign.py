@@ -171,7 +171,7 @@ class ForeignRule:
                 parts[index] = values
         self._load_parts(parts, groups)
 
-    def _load_parts(self, states: dict[int, State], groups: Groups) -> None:
+    def _load_parts(self, states: Mapping[int, State], groups: Groups) -> None:
         """``load_states`` of what is this rank's already."""
         self._copy_hyperparameters(groups)
         for index in states:
