@@ -46,6 +46,10 @@ bool BackgroundSave::failed() const {
   }
 }
 
+bool BackgroundSave::has_unseen_error() const {
+  return failed() && !seen_;
+}
+
 std::exception_ptr BackgroundSave::unseen_error() {
   try {
     result_.get();
@@ -77,31 +81,21 @@ class Backgrounds {
     return *instance;
   }
 
-  // A copy, of nothing where the engine is another at the same place. Forgets engines
-  // that are gone and whose saves have ended.
+  // A copy; of nothing for an engine that is new.
   Background find(Engine* engine) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(by_engine_, [](const auto& item) {
-      const Background& background = item.second;
-      return item.first != nullptr && background.engine.expired() &&
-          (!background.save || background.save->done());
-    });
+    tidy();
     const auto found = by_engine_.find(engine);
-    const bool same = found != by_engine_.end() &&
-        (engine == nullptr || found->second.engine.lock().get() == engine);
-    return same ? found->second : Background();
+    return found == by_engine_.end() ? Background() : found->second;
   }
   void set(Engine* engine, Background background) {
     const std::lock_guard lock(mutex_);
-    auto& kept = by_engine_[engine];
-    std::swap(kept, background);
-    if (background.save) { // of an engine that was here before: it goes on
-      orphans_.push_back(std::move(background.save));
-    }
+    tidy();
+    by_engine_[engine] = std::move(background);
   }
   std::vector<std::shared_ptr<BackgroundSave>> saves() {
     const std::lock_guard lock(mutex_);
-    std::vector<std::shared_ptr<BackgroundSave>> saves = orphans_;
+    std::vector<std::shared_ptr<BackgroundSave>> saves = left_;
     for (const auto& [engine, background] : by_engine_) {
       if (background.save) {
         saves.push_back(background.save);
@@ -111,9 +105,22 @@ class Backgrounds {
   }
 
  private:
+  // Another engine may come to lie where one was that is gone.
+  void tidy() {
+    std::erase_if(by_engine_, [this](auto& item) {
+      const bool gone = item.first != nullptr && item.second.engine.expired();
+      if (gone && item.second.save) {
+        left_.push_back(std::move(item.second.save));
+      }
+      return gone;
+    });
+    std::erase_if(
+        left_, [](const auto& save) { return save->done() && !save->has_unseen_error(); });
+  }
+
   std::mutex mutex_;
   std::map<Engine*, Background> by_engine_;
-  std::vector<std::shared_ptr<BackgroundSave>> orphans_;
+  std::vector<std::shared_ptr<BackgroundSave>> left_; // of engines that are gone
 };
 
 } // namespace

@@ -3,6 +3,7 @@
 // The handle of a save that goes on in the background.
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <future>
 #include <string>
@@ -30,9 +31,10 @@ class ZERO_API BackgroundSave {
   // rank, at each call. May be called by some ranks alone.
   void wait();
 
-  // Internal: the error, where wait() hasn't thrown it; empty otherwise. Blocks.
+  // Internal; these block. The error, where neither wait() nor this has given it yet.
   std::exception_ptr unseen_error();
-  bool failed() const; // blocks
+  bool has_unseen_error() const;
+  bool failed() const;
 
  private:
   const std::string directory_;

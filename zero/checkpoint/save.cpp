@@ -51,7 +51,8 @@ void PreparedSave::copy() {
   for (auto* sources : {&collected_.parameters, &collected_.state}) {
     for (Source& source : *sources) {
       const at::Tensor values = flat(source.values);
-      source.values = at::empty_like(values).copy_(values);
+      const bool own = !values.is_alias_of(source.values); // came from another device
+      source.values = own ? values : at::empty_like(values).copy_(values);
     }
   }
 }
