@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _names, _registry, _weights, _wire
+from . import _C, _extra_state, _names, _registry, _weights, _wire
 from ._distributed_state import SavedOptimizer
-from ._manifest_json import from_json, to_json
+from ._manifest_json import from_json, to_exact_json, to_json
 from .ema import EMA
 from .inspect import engines_of
 from .optimizer import ZeroOptimizer
@@ -39,8 +39,10 @@ def save(
     new one at every moment, and stays the old one where any rank fails; all raise then. It holds
     safetensors files with the parameters (fp32 masters, where there are any), buffers and the
     optimizer's state under the parameters' names, and ``manifest.json`` with param groups, step
-    counts, random states of the ranks (torch's, Python's, NumPy's), the ``scaler`` and ``extra``:
-    numbers, strings, None, lists and dicts of these with str keys (a scheduler's state dict).
+    counts, random states of the ranks (torch's, Python's, NumPy's), rank 0's extra state of modules
+    (``get_extra_state``: of numbers, strings, None, bytes, tensors, lists, tuples and dicts), the
+    ``scaler`` and ``extra``: numbers, strings, None, lists and dicts of these with str keys (a
+    scheduler's state dict).
 
     ``ema``: its averages, decay and count of updates too, in the optimizer's files. RuntimeError
     inside its ``swapped()``.
@@ -106,10 +108,11 @@ def _arguments(
         optimizer = _describe_optimizer(opt)
     if ema is not None:
         foreign = foreign + _C.averages_of(_core_of(ema), engine)
-    scalars = {
+    scalars: dict[str, Any] = {
         "rng": _random_states(engine),
         "scaler": None if scaler is None else scaler.state_dict(),
         "ema": None if ema is None else {"decay": ema.decay, "updates": ema.updates},
+        "extra_state": to_exact_json("extra_state", _extra_state.of(model)),
     }
     texts = (to_json("param_groups", optimizer), to_json("scaler", scalars), extra_text)
     native = opt is not None and opt._name is not None
@@ -173,6 +176,10 @@ def load(
             _wire.on_all(opt._live, saved[0].load)
         return None
     checkpoint = _C.Checkpoint(os.fspath(directory), engine)
+    scalars = from_json(checkpoint.scalars) or {}
+    extra_state = from_json(scalars.get("extra_state", "{}"))
+    if strict:
+        _extra_state.check(model, extra_state, os.fspath(directory))
     loader = None
     _warn_of_fresh(engine, opt, checkpoint.optimizer)
     if ema is not None:
@@ -182,11 +189,11 @@ def load(
     if verify and (opt is not None or ema is not None):
         checkpoint.verify_state(engine)
     checkpoint.load_model(engine, _loose(model, engine), strict, verify)
+    _extra_state.load(model, extra_state)
     if loader is not None:
         loader.load()
     if ema is not None:
         checkpoint.load_averages(_core_of(ema))
-    scalars = from_json(checkpoint.scalars) or {}
     if scaler is not None and scalars.get("scaler") is not None:
         scaler.load_state_dict(scalars["scaler"])
     if rng:
