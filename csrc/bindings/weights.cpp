@@ -2,6 +2,7 @@
 // and of the commands.
 
 #include "bindings.h"
+#include "callbacks.h"
 #include "contents.h"
 
 #include <pybind11/functional.h>
@@ -19,14 +20,15 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 std::pair<std::vector<std::string>, std::vector<std::string>> load_weights(
     const std::string& where,
-    std::function<ckpt::Shapes()> open,
+    std::function<py::object()> open,
     std::function<at::Tensor(const std::string&)> read,
     const MaybeEngine& engine,
     std::pair<Loose, Names> model,
     bool strict) {
   auto contents = contents_of(engine, false, std::move(model.first), {});
   contents.tied = std::move(model.second);
-  auto result = ckpt::load_weights({where, std::move(open), std::move(read)}, contents, strict);
+  auto result = ckpt::load_weights(
+      {where, called_with_gil<ckpt::Shapes>(std::move(open)), std::move(read)}, contents, strict);
   return {std::move(result.missing), std::move(result.unexpected)};
 }
 

@@ -794,7 +794,7 @@ def load_held_values(engine: Engine, values: collections.abc.Mapping[typing.Supp
     """
     [collective] Copies tensors of the shapes of held_values() into them.
     """
-def load_weights(where: str, open: collections.abc.Callable[[], dict[str, list[int]]], read: collections.abc.Callable[[str], torch.Tensor], engine: Engine | None, model: tuple[collections.abc.Sequence[tuple[str, torch.Tensor, bool]], collections.abc.Sequence[tuple[str, str]]], strict: bool) -> tuple[list[str], list[str]]:
+def load_weights(where: str, open: collections.abc.Callable[[], typing.Any], read: collections.abc.Callable[[str], torch.Tensor], engine: Engine | None, model: tuple[collections.abc.Sequence[tuple[str, torch.Tensor, bool]], collections.abc.Sequence[tuple[str, str]]], strict: bool) -> tuple[list[str], list[str]]:
     """
     [collective] Loads whole tensors: `open` gives all names and shapes, `read` the tensor of a
     name. `model`: (name, tensor, whether it is a parameter) of what the engine does not hold, and
