@@ -126,6 +126,21 @@ def _full_disk(rank: int, world: int, stage: int, folder: str) -> None:
     assert zero.load(folder, model, opt) == "new"
 
 
+@in_folder
+def _apart(rank: int, world: int, stage: int, folder: str) -> None:
+    """Each rank has a disk of its own."""
+    model, opt = make(stage)
+    own = f"{folder}/{rank}/c"
+    for save in (zero.save, lambda *given: zero.async_save(*given).wait()):
+        with pytest.raises((ValueError, RuntimeError), match="a file system that they share"):
+            save(own, model, opt)
+    assert not os.path.exists(f"{folder}/0/c/manifest.json")
+
+
+def test_ranks_without_a_common_file_system() -> None:
+    run(at_each_stage, 2, _apart)
+
+
 def test_names_and_rules_that_do_not_fit() -> None:
     run(at_each_stage, 2, _names)
 

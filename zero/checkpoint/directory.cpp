@@ -155,6 +155,14 @@ void SaveDirectory::commit(const std::string& manifest) {
       ", got ",
       parsed.generation);
   for (const ManifestFile& file : parsed.files) {
+    TORCH_CHECK_VALUE(
+        exists(directory_, file.name.c_str()),
+        "[zero.checkpoint] '",
+        path(),
+        "/",
+        file.name,
+        "' is not there before the commit; all ranks save to one directory, on a file system that "
+        "they share");
     const int64_t bytes = open_file(directory_, file.name).bytes();
     TORCH_CHECK_VALUE(
         bytes == file.bytes,
