@@ -169,7 +169,7 @@ TEST_CASE("a save that does not commit leaves the checkpoint before, and nothing
     require_error("not well-formed", [&] { directory.commit("{"); });
     Manifest missing{
         .generation = "0000000a", .files = {{"parameters-0000000a-5-0.safetensors", 1}}};
-    require_error<c10::Error>("parameters-0000000a-5-0.safetensors' failed: No such file", [&] {
+    require_error("parameters-0000000a-5-0.safetensors' is not there", [&] {
       directory.commit(to_json(missing));
     });
     missing.files = {{"parameters-0000000a-0-0.safetensors", 1}};
