@@ -73,11 +73,11 @@ train-cpp: build
 
 test: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q tests/python tests/distributed
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 tests/python tests/distributed
 
 quick: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m "not slow" tests/python tests/distributed
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 -m "not slow" tests/python tests/distributed
 
 bench: build
 	$(PYTHON) benchmarks/run.py $(ARGS)
