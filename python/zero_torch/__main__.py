@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -36,7 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {value or 'none'}")
     else:
         try:
-            return int(options.run(options))
+            status = int(options.run(options))
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:  # of `inspect DIR | head`, whose reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

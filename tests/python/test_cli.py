@@ -144,3 +144,18 @@ def test_in_a_process_of_their_own(saved: Path) -> None:
     command = [sys.executable, "-m", "zero_torch", "inspect", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.startswith("error: [zero.checkpoint]")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(saved: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "zero_torch", "inspect", str(saved)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith("written by: zero")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) in (0, 1)
