@@ -8,16 +8,17 @@ from typing import Any
 from torch import nn
 
 from . import _names
+from .module import ZeroModule
 
 
 def of(model: nn.Module) -> dict[str, Any]:
     """By name."""
-    return {name: part.get_extra_state() for name, part in _owners(model)}
+    return {name: part.get_extra_state() for name, part in owners(model)}
 
 
 def check(model: nn.Module, states: dict[str, Any], where: str) -> None:
     """ValueError where modules that have such state differ from those that were saved."""
-    own = {name for name, _ in _owners(model)}
+    own = {name for name, _ in owners(model)}
     missing, unexpected = sorted(own - set(states)), sorted(set(states) - own)
     if missing or unexpected:
         raise ValueError(
@@ -28,12 +29,14 @@ def check(model: nn.Module, states: dict[str, Any], where: str) -> None:
 
 
 def load(model: nn.Module, states: dict[str, Any]) -> None:
-    for name, part in _owners(model):
+    for name, part in owners(model):
         if name in states:
             part.set_extra_state(states[name])
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def owners(model: nn.Module, method: str = "get_extra_state") -> Iterator[tuple[str, nn.Module]]:
+    """(torch's name for it, the module) of modules that have a ``method`` of their own."""
     for prefix, part in _names.named_modules(model):
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            yield _names.joined(prefix, "_extra_state"), part
+        owner = part.module if isinstance(part, ZeroModule) else part
+        if getattr(type(owner), method) is not getattr(nn.Module, method):
+            yield _names.joined(prefix, "_extra_state"), owner

@@ -52,15 +52,4 @@ def on_all(engine: _C.Engine, action: Callable[[], Any]) -> list[Any]:
 
 def on_rank_0(engine: _C.Engine, action: Callable[[], Any]) -> Any:
     """What ``action`` gives on rank 0, on every rank; or its error, on every rank. Collective."""
-    result, error = None, None
-    if engine.rank == 0:
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-    told = exchange(engine, None if error is None else f"{type(error).__name__}: {error}")[0]
-    if error is not None:
-        raise error
-    if told is not None:
-        raise RuntimeError(f"rank 0 failed: {told}")
-    return exchange(engine, result)[0]
+    return on_all(engine, lambda: action() if engine.rank == 0 else None)[0]

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, _hooks, _names, _registry, _wire, packing, shards
+from . import _C, _extra_state, _hooks, _names, _registry, _wire, packing, shards
 from .inspect import engines_of, gathered
-from .module import ZeroModule
 from .optimizer import ZeroOptimizer
 
 
@@ -146,16 +145,11 @@ def _share_extra_state(
     module: nn.Module, engine: _C.Engine, state_dict: dict[str, Any] | None
 ) -> None:
     """What modules keep by ``set_extra_state``, which is no tensor of theirs."""
-    key = "_extra_state"  # torch's name for it
     values = _by_plain_name(module, state_dict) if engine.rank == 0 else {}
-    for prefix, part in _names.named_modules(module):
-        owner = part.module if isinstance(part, ZeroModule) else part
-        if type(owner).set_extra_state is not nn.Module.set_extra_state:
-            name = _names.joined(prefix, key)
-            given_here = [values[name]] if name in values else []
-            found = _wire.on_rank_0(engine, given_here.copy)
-            for value in found:
-                owner.set_extra_state(value)
+    for name, owner in _extra_state.owners(module, "set_extra_state"):
+        given_here = [values[name]] if name in values else []
+        for value in _wire.on_rank_0(engine, given_here.copy):
+            owner.set_extra_state(value)
 
 
 def _by_plain_name(module: nn.Module, state_dict: dict[str, Any] | None) -> dict[str, Any]:

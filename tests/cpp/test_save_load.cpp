@@ -1,7 +1,7 @@
 // zero::save and zero::load: from any number of ranks and stage to any other.
 
 #include "catch.h"
-#include "engine_cases.h"
+#include "save_cases.h"
 
 #include <filesystem>
 #include <random>
@@ -34,21 +34,6 @@ class Folder {
  private:
   fs::path path_;
 };
-
-zero::Options options_of(int64_t stage) {
-  zero::Options options;
-  options.stage = stage;
-  options.min_unit_numel = 0;
-  options.bucket_bytes = 4096;
-  options.timeout = 20.0;
-  return options;
-}
-
-void train(zero::ZeroOptimizer& optimizer, GPT& model, int64_t rank, int64_t step) {
-  loss_of(model, tokens_of(step, rank)).backward();
-  optimizer.step();
-  optimizer.zero_grad();
-}
 
 // Weights and state, whole.
 State contents(zero::ZeroOptimizer& optimizer, torch::nn::Module& model) {

@@ -2,7 +2,7 @@
 
 #include "catch.h"
 #include "checkpoint_files.h"
-#include "engine_cases.h"
+#include "save_cases.h"
 
 #include <zero/checkpoint/directory.h>
 #include <zero/optim/elementwise.h>
@@ -12,21 +12,6 @@ using namespace zero::test;
 namespace {
 
 namespace optim = torch::optim;
-
-zero::Options options_of(int64_t stage) {
-  zero::Options options;
-  options.stage = stage;
-  options.min_unit_numel = 0;
-  options.bucket_bytes = 4096;
-  options.timeout = 30.0;
-  return options;
-}
-
-void train(zero::ZeroOptimizer& optimizer, GPT& model, int64_t rank, int64_t step) {
-  loss_of(model, tokens_of(step, rank)).backward();
-  optimizer.step();
-  optimizer.zero_grad();
-}
 
 State weights(zero::ZeroOptimizer& optimizer, torch::nn::Module& model) {
   State values;

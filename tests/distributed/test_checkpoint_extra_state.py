@@ -67,6 +67,18 @@ def _goes_along(rank: int, world: int, stage: int, folder: str) -> None:
         zero.save(folder, model, opt)
 
 
+def test_of_the_module_in_a_zero_module(tmp_path: Path) -> None:
+    wrapped = zero.ZeroModule(Counting(), stage=3)
+    wrapped(torch.ones(2, 3))
+    zero.save(tmp_path / "c", wrapped)
+    other = Counting()
+    zero.load(tmp_path / "c", other)
+    assert other.state["calls"] == 1
+    wrapped(torch.ones(2, 3))
+    zero.load(tmp_path / "c", wrapped)
+    assert wrapped.module.state["calls"] == 1
+
+
 def test_extra_state_of_modules_goes_along() -> None:
     run(at_each_stage, 2, _goes_along)
 

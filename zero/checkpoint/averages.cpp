@@ -52,8 +52,8 @@ void load_averages(Checkpoint& checkpoint, EMA& ema) {
       const std::string name = state_name(engine.parameter(i).name, kAverage);
       if (part.numel() > 0) {
         part.copy_(
-            checkpoint.manifest().find(name) != nullptr ? checkpoint.read_state(engine, i, kAverage)
-                                                        : engine.shard_parameter(i).detach());
+            checkpoint.find(name) != nullptr ? checkpoint.read_state(engine, i, kAverage)
+                                             : engine.shard_parameter(i).detach());
       }
     }
     return std::string();

@@ -51,20 +51,29 @@ Manifest agreed_manifest(const std::string& directory, Engine* engine) {
 Checkpoint::Checkpoint(std::string directory, Engine* engine)
     : directory_(std::move(directory)),
       manifest_(agreed_manifest(directory_, engine)),
-      files_(directory_, manifest_, Check::none) {} // verify() compares
-
-std::vector<std::string> Checkpoint::state_of(const std::string& parameter) const {
-  std::vector<std::string> names;
+      files_(directory_, manifest_, Check::none) { // verify() compares
   for (const ManifestTensor& tensor : manifest_.tensors) {
+    tensors_.emplace(tensor.name, &tensor);
     if (tensor.kind == TensorKind::state) {
       auto [owner, state] = split_state_name(tensor.name);
-      if (owner == parameter && state != kAverage) {
-        names.push_back(std::move(state));
+      if (state != kAverage) {
+        states_[owner].push_back(std::move(state));
       }
     }
   }
-  std::sort(names.begin(), names.end());
-  return names;
+  for (auto& [owner, states] : states_) {
+    std::sort(states.begin(), states.end());
+  }
+}
+
+const ManifestTensor* Checkpoint::find(const std::string& name) const {
+  const auto found = tensors_.find(name);
+  return found == tensors_.end() ? nullptr : found->second;
+}
+
+std::vector<std::string> Checkpoint::state_of(const std::string& parameter) const {
+  const auto found = states_.find(parameter);
+  return found == states_.end() ? std::vector<std::string>() : found->second;
 }
 
 void Checkpoint::verify(Engine* engine, bool state) {
@@ -105,7 +114,7 @@ void Checkpoint::fill(const Target& target) {
 }
 
 void Checkpoint::fill_loose(const LooseTensor& loose) {
-  const ManifestTensor* tensor = manifest_.find(loose.name);
+  const ManifestTensor* tensor = find(loose.name);
   if (tensor == nullptr) {
     return;
   }
@@ -137,37 +146,30 @@ LoadResult Checkpoint::load_model(const Contents& contents, const LoadOptions& o
   if (options.verify) {
     verify(engine, /*state=*/false);
   }
-  const std::vector<StoredPart> parts =
-      engine != nullptr ? engine->begin_loading() : std::vector<StoredPart>();
-  const auto end = [&] {
-    if (engine != nullptr) {
-      engine->end_loading();
+  fill_together(engine, ranks, [&](const std::vector<StoredPart>& parts) {
+    for (const StoredPart& part : parts) {
+      const NamedParameter& parameter = engine->parameter(part.index);
+      if (const ManifestTensor* tensor = find(parameter.name)) {
+        fill({tensor, order_of(parameter.tensor), part.begin, part.values});
+      }
     }
-  };
-  try {
-    ranks.run([&] {
-      for (const StoredPart& part : parts) {
-        const NamedParameter& parameter = engine->parameter(part.index);
-        if (const ManifestTensor* tensor = manifest_.find(parameter.name)) {
-          fill({tensor, order_of(parameter.tensor), part.begin, part.values});
-        }
-      }
-      for (const LooseTensor& loose : contents.loose) {
-        fill_loose(loose);
-      }
-      return std::string();
-    });
-  } catch (...) {
-    end(); // on all ranks: what they hold stays equal
-    throw;
-  }
-  end();
+    for (const LooseTensor& loose : contents.loose) {
+      fill_loose(loose);
+    }
+  });
   return result;
 }
 
 void Checkpoint::require_state(const Rule& rule, const std::vector<std::string>& parameters) const {
   std::vector<std::string> allowed = sharding::state_names(rule);
   allowed.emplace_back("max_exp_avg_sq"); // stays when amsgrad is switched off
+  require_state(allowed, "the optimizer's rule", parameters);
+}
+
+void Checkpoint::require_state(
+    const std::vector<std::string>& allowed,
+    const std::string& owner,
+    const std::vector<std::string>& parameters) const {
   for (const std::string& parameter : parameters) {
     for (const std::string& state : state_of(parameter)) {
       TORCH_CHECK_VALUE(
@@ -176,7 +178,9 @@ void Checkpoint::require_state(const Rule& rule, const std::vector<std::string>&
           parameter,
           "' in '",
           directory_,
-          "' to be of the optimizer's rule, got ",
+          "' to be of ",
+          owner,
+          ", got ",
           state);
     }
   }
@@ -199,7 +203,7 @@ void Checkpoint::load_native_state(
       const std::vector<std::string> names =
           count > 0 ? state_of(parameter.name) : std::vector<std::string>();
       for (const StoredPart& part : engine.load_state(i, names, count)) {
-        const ManifestTensor* tensor = manifest_.find(state_name(parameter.name, part.state));
+        const ManifestTensor* tensor = find(state_name(parameter.name, part.state));
         if (tensor != nullptr) {
           fill({tensor, order_of(parameter.tensor), part.begin, part.values});
         } else {
@@ -214,7 +218,7 @@ void Checkpoint::load_native_state(
 at::Tensor Checkpoint::read_state(Engine& engine, int64_t index, const std::string& state) {
   const at::NoGradGuard no_grad;
   const NamedParameter& parameter = engine.parameter(index);
-  const ManifestTensor* tensor = manifest_.find(state_name(parameter.name, state));
+  const ManifestTensor* tensor = find(state_name(parameter.name, state));
   TORCH_CHECK_VALUE(
       tensor != nullptr && tensor->shape == parameter.tensor.sizes().vec(),
       "[zero.checkpoint] expected state '",

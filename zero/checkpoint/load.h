@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <zero/api.h>
@@ -36,6 +37,8 @@ class ZERO_API Checkpoint {
   const Manifest& manifest() const {
     return manifest_;
   }
+  // Null where there is none.
+  const ManifestTensor* find(const std::string& name) const;
   // Names of the state that a rule has of a parameter, sorted; empty without.
   std::vector<std::string> state_of(const std::string& parameter) const;
 
@@ -47,6 +50,11 @@ class ZERO_API Checkpoint {
   void load_native_state(Engine& engine, const std::map<std::string, int64_t>& steps, bool verify);
   // c10::ValueError where these parameters have state that the rule has not.
   void require_state(const Rule& rule, const std::vector<std::string>& parameters) const;
+  // Where they have state of other names than `allowed`, those of `owner`.
+  void require_state(
+      const std::vector<std::string>& allowed,
+      const std::string& owner,
+      const std::vector<std::string>& parameters) const;
   // The elements of a state tensor that this rank steps, for a rule outside the engine.
   at::Tensor read_state(Engine& engine, int64_t index, const std::string& state);
   // [collective] Compares the checksums of state, as load_model() those of parameters.
@@ -67,6 +75,8 @@ class ZERO_API Checkpoint {
   const std::string directory_;
   Manifest manifest_;
   DataFiles files_;
+  std::unordered_map<std::string, const ManifestTensor*> tensors_; // by name
+  std::unordered_map<std::string, std::vector<std::string>> states_; // by parameter
 };
 
 } // namespace zero::checkpoint

@@ -1,6 +1,5 @@
 #include <zero/checkpoint/shard_optimizer.h>
 
-#include <algorithm>
 #include <unordered_map>
 #include <utility>
 
@@ -152,23 +151,12 @@ ShardOptimizerLoader::ShardOptimizerLoader(
 void ShardOptimizerLoader::check_state() const {
   const auto kind = shard_class_of(*optimizer_.inner());
   const std::vector<std::string> allowed = kind->tensor_names();
+  std::vector<std::string> parameters;
   for (int64_t i = 0; i < optimizer_.engine().parameter_count(); ++i) {
-    const std::string& parameter = optimizer_.engine().parameter(i).name;
-    for (const std::string& state : checkpoint_.state_of(parameter)) {
-      TORCH_CHECK_VALUE(
-          std::find(allowed.begin(), allowed.end(), state) != allowed.end(),
-          "[zero.checkpoint] expected state of parameter '",
-          parameter,
-          "' in '",
-          directory_,
-          "' to be of torch::optim::",
-          kind->name(),
-          " (",
-          listed(allowed),
-          "), got ",
-          state);
-    }
+    parameters.push_back(optimizer_.engine().parameter(i).name);
   }
+  checkpoint_.require_state(
+      allowed, "torch::optim::" + kind->name() + " (" + listed(allowed) + ")", parameters);
 }
 
 void ShardOptimizerLoader::load() {

@@ -82,4 +82,27 @@ std::string Together::run_first(const std::function<std::string()>& step) const 
   return run([&] { return rank() == 0 ? step() : std::string(); }).front();
 }
 
+void fill_together(
+    Engine* engine,
+    const Together& ranks,
+    const std::function<void(const std::vector<StoredPart>&)>& fill) {
+  const std::vector<StoredPart> parts =
+      engine != nullptr ? engine->begin_loading() : std::vector<StoredPart>();
+  const auto end = [&] {
+    if (engine != nullptr) {
+      engine->end_loading();
+    }
+  };
+  try {
+    ranks.run([&] {
+      fill(parts);
+      return std::string();
+    });
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
 } // namespace zero::checkpoint

@@ -39,4 +39,12 @@ class Together {
   std::string what_;
 };
 
+// [collective] Runs `fill` on all ranks, as Together::run(), with the values that an engine
+// (null: there are none) holds, to be written to. Whatever came of it, they then go to the
+// parameters and to the other ranks, so that what ranks hold stays equal.
+void fill_together(
+    Engine* engine,
+    const Together& ranks,
+    const std::function<void(const std::vector<StoredPart>&)>& fill);
+
 } // namespace zero::checkpoint

@@ -149,29 +149,15 @@ LoadResult load_weights(const WeightSource& source, const Contents& contents, bo
     result = match(shapes_of(contents), found, source.where, strict);
     return std::string();
   });
-  const std::vector<StoredPart> parts =
-      engine != nullptr ? engine->begin_loading() : std::vector<StoredPart>();
-  const auto end = [&] {
-    if (engine != nullptr) {
-      engine->end_loading();
+  fill_together(engine, ranks, [&](const std::vector<StoredPart>& parts) {
+    Filler filler(source, found, aliases);
+    for (const StoredPart& part : parts) {
+      filler.fill(engine->parameter(part.index), part);
     }
-  };
-  try {
-    ranks.run([&] {
-      Filler filler(source, found, aliases);
-      for (const StoredPart& part : parts) {
-        filler.fill(engine->parameter(part.index), part);
-      }
-      for (const LooseTensor& loose : contents.loose) {
-        filler.fill(loose);
-      }
-      return std::string();
-    });
-  } catch (...) {
-    end(); // on all ranks: what they hold stays equal
-    throw;
-  }
-  end();
+    for (const LooseTensor& loose : contents.loose) {
+      filler.fill(loose);
+    }
+  });
   return result;
 }
 
