@@ -23,13 +23,13 @@ SANITIZED = $(BUILD)-$(subst $(comma),-,$(SANITIZE))
 # torch is not instrumented: the thread sanitizer sees only what stays in ours.
 SANITIZED_TESTS = $(if $(findstring thread,$(SANITIZE)),-R "layout|memory|host$$|host_recovery",)
 
-CPP = $(shell git ls-files -co --exclude-standard -- '*.h' '*.cpp')
+CPP = $(shell git ls-files -co --exclude-standard -- '*.h' '*.cpp' '*.cu')
 TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/kernels/*.cpp')
 # clang-tidy brings clang's headers, but no omp.h: the compiler's, after all others.
 TIDY_FLAGS = --quiet --extra-arg=-idirafter$(dir $(shell g++ -print-file-name=include/omp.h)) \
   --extra-arg=-Wno-deprecated-declarations --extra-arg=-Wno-unknown-pragmas
 
-.PHONY: build dependencies system-packages train train-cpp test quick bench sanitize lint stubs format clean
+.PHONY: build dependencies nvcc system-packages train train-cpp test quick bench sanitize lint stubs format clean
 
 build: dependencies system-packages
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -47,6 +47,18 @@ dependencies: $(PYTHON)
 	  $(PYTHON) -m pip install -q -r requirements-dev.txt && \
 	  echo "$(TORCH)" > $(VENV)/.dependencies; \
 	fi
+
+# The wheels of nvcc, for a torch with CUDA where no nvcc of its version is found:
+# cmake/ZeroCuda.cmake looks in the same places.
+nvcc: dependencies
+	@cuda=$$($(PYTHON) -c 'import torch; print(torch.version.cuda or "")'); \
+	[ -n "$$cuda" ] || exit 0; \
+	for nvcc in "$${CUDACXX:-}" "$$(command -v nvcc || true)" "$${CUDA_HOME:-}/bin/nvcc" \
+	    "$${CUDA_PATH:-}/bin/nvcc" /usr/local/cuda/bin/nvcc; do \
+	  if "$$nvcc" --version 2> /dev/null | grep -q "release $${cuda%%.*}\."; then exit 0; fi; \
+	done; \
+	$(PYTHON) -m pip install -q "nvidia-cuda-nvcc==$$cuda.*" "nvidia-nvvm==$$cuda.*" \
+	  "nvidia-cuda-crt==$$cuda.*" "nvidia-cuda-cccl==$$cuda.*"
 
 $(PYTHON):
 	python3 -m venv $(VENV)
@@ -84,7 +96,8 @@ bench: build
 
 sanitize: dependencies system-packages
 	PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B $(SANITIZED) -DZERO_SANITIZE=$(SANITIZE) \
-	  -DZERO_BUILD_PYTHON=OFF -DZERO_BUILD_EXAMPLES=OFF -DPython3_EXECUTABLE=$(abspath $(PYTHON))
+	  -DZERO_WITH_CUDA=OFF -DZERO_BUILD_PYTHON=OFF -DZERO_BUILD_EXAMPLES=OFF \
+	  -DPython3_EXECUTABLE=$(abspath $(PYTHON))
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) --parallel $${MAX_JOBS:-$$(nproc)}
 	$(BIN)/ctest --test-dir $(SANITIZED) --output-on-failure $(SANITIZED_TESTS)
 

@@ -5,11 +5,20 @@ if(NOT Catch2_FOUND)
   message(FATAL_ERROR "Zero: the C++ tests need Catch2: apt-get install catch2, or -DZERO_BUILD_TESTS=OFF")
 endif()
 
+# The device kernels' bodies, with arithmetic as in the CPU kernels.
+add_library(zero_host_device STATIC ${ZERO_HOST_DEVICE_SOURCES})
+zero_target_defaults(zero_host_device)
+target_include_directories(zero_host_device PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
+target_compile_options(zero_host_device PRIVATE -O2 -ffp-contract=off -fno-math-errno)
+
 # The tests see internals, which libzero does not export: they link its objects.
 add_library(zero_static STATIC $<TARGET_OBJECTS:zero_objects>)
 zero_target_defaults(zero_static)
 target_include_directories(zero_static PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
-target_link_libraries(zero_static PUBLIC zero_kernels gomp zero::torch)
+target_link_libraries(zero_static PUBLIC zero_kernels zero_host_device gomp zero::torch)
+if(ZERO_CUDA)
+  target_link_libraries(zero_static PUBLIC zero_cuda_kernels zero_cuda)
+endif()
 
 set(ZERO_TEST_THREADS 2)
 if(ZERO_SANITIZE MATCHES thread)
@@ -29,6 +38,15 @@ foreach(source IN LISTS ZERO_TEST_SOURCES)
     PROPERTIES TIMEOUT 300
                ENVIRONMENT "OMP_NUM_THREADS=${ZERO_TEST_THREADS}"
                FAIL_REGULAR_EXPRESSION "No tests ran")
+endforeach()
+
+# Objects, not an archive: registrations are linked whether or not a test names them.
+add_library(fake_device OBJECT ${ZERO_FAKE_DEVICE_SOURCES})
+zero_target_defaults(fake_device)
+target_include_directories(fake_device PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+target_link_libraries(fake_device PRIVATE zero::torch)
+foreach(name IN LISTS ZERO_FAKE_DEVICE_TESTS)
+  target_link_libraries(${name} PRIVATE fake_device)
 endforeach()
 
 # Ranks that are processes.

@@ -2,7 +2,7 @@
 # zero::torch. Used by Zero's own build and, installed, by its consumers.
 #
 # torch's own TorchConfig.cmake is not used, since with a CUDA build of torch it
-# asks for a CUDA toolkit, and nothing here compiles CUDA. Where the consumer
+# asks for a CUDA toolkit, which neither Zero (see ZeroCuda.cmake) nor its users need. Where the consumer
 # has called find_package(Torch), its target `torch` is what zero::torch links.
 #
 # Where torch is looked for, in this order:

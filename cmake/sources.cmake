@@ -37,8 +37,12 @@ set(ZERO_SOURCES
     zero/checkpoint/together.cpp
     zero/checkpoint/weights.cpp
     zero/comm/arguments.cpp
+    zero/comm/backend_collectives.cpp
     zero/comm/blocking.cpp
     zero/comm/collectives.cpp
+    zero/comm/device_backend.cpp
+    zero/comm/device_communicator.cpp
+    zero/comm/device_reduce.cpp
     zero/comm/environment.cpp
     zero/comm/failure_board.cpp
     zero/comm/gloo_group.cpp
@@ -55,24 +59,32 @@ set(ZERO_SOURCES
     zero/comm/hybrid_transport.cpp
     zero/comm/init.cpp
     zero/comm/local_communicator.cpp
+    zero/comm/lone_collectives.cpp
     zero/comm/make_communicator.cpp
     zero/comm/meeting.cpp
     zero/comm/memory_file.cpp
+    zero/comm/nccl_group.cpp
+    zero/comm/nccl_obstacle.cpp
     zero/comm/operation_header.cpp
     zero/comm/operation_queue.cpp
     zero/comm/peer_exchange.cpp
     zero/comm/queued_communicator.cpp
     zero/comm/reduce_elements.cpp
+    zero/comm/staged_collectives.cpp
+    zero/comm/stream_collectives.cpp
     zero/comm/traffic.cpp
     zero/layout/flat_layout.cpp
     zero/layout/units.cpp
     zero/memory/account.cpp
+    zero/memory/device_kernels.cpp
+    zero/memory/device_streams.cpp
     zero/memory/elements.cpp
     zero/memory/flat_buffer.cpp
     zero/memory/slab_pool.cpp
     zero/memory/slab_view.cpp
     zero/nn/module_tree.cpp
     zero/optim/buffer_sync.cpp
+    zero/optim/device_norm.cpp
     zero/optim/ema.cpp
     zero/optim/engine.cpp
     zero/optim/engine_build.cpp
@@ -121,6 +133,7 @@ set(ZERO_SOURCES
     zero/sharding/parameters_whole.cpp
     zero/sharding/reduced_shards.cpp
     zero/sharding/sharded_gradients.cpp
+    zero/sharding/step_counts.cpp
     zero/sharding/unit_schedule.cpp)
 
 set(ZERO_KERNEL_SOURCES
@@ -128,6 +141,10 @@ set(ZERO_KERNEL_SOURCES
     csrc/kernels/exact_sum.cpp)
 # Compiled once for each instruction set.
 set(ZERO_KERNEL_VARIANT_SOURCE csrc/kernels/kernels_impl.cpp)
+# Compiled by nvcc, in builds with CUDA.
+set(ZERO_CUDA_SOURCES csrc/kernels/cuda_kernels.cu)
+# What CUDA's kernels do, on the host: for tests.
+set(ZERO_HOST_DEVICE_SOURCES csrc/kernels/host_device_kernels.cpp)
 
 set(ZERO_BINDING_SOURCES
     csrc/bindings/checkpoint.cpp
@@ -152,9 +169,18 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_comm.cpp
     tests/cpp/test_comm_faults.cpp
     tests/cpp/test_consolidate.cpp
+    tests/cpp/test_device_kernels.cpp
+    tests/cpp/test_device_features.cpp
+    tests/cpp/test_device_streams.cpp
+    tests/cpp/test_device_training.cpp
+    tests/cpp/test_device_norms.cpp
+    tests/cpp/test_device_steps.cpp
     tests/cpp/test_ema.cpp
     tests/cpp/test_comm_hooks.cpp
     tests/cpp/test_engine.cpp
+    tests/cpp/test_fake_backend.cpp
+    tests/cpp/test_fake_device.cpp
+    tests/cpp/test_fake_kernels.cpp
     tests/cpp/test_freezing.cpp
     tests/cpp/test_host.cpp
     tests/cpp/test_host_arena.cpp
@@ -170,6 +196,7 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_layout.cpp
     tests/cpp/test_loss_scaler.cpp
     tests/cpp/test_memory.cpp
+    tests/cpp/test_nccl_group.cpp
     tests/cpp/test_mixed.cpp
     tests/cpp/test_parity.cpp
     tests/cpp/test_rules.cpp
@@ -181,3 +208,21 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_units.cpp)
 # The program that test_host_processes starts.
 set(ZERO_TEST_WORKER_SOURCE tests/cpp/host_worker.cpp)
+# A device without hardware, for the tests of what runs on streams.
+set(ZERO_FAKE_DEVICE_SOURCES
+    tests/cpp/fake_device/fake_backend.cpp
+    tests/cpp/fake_device/fake_collectives.cpp
+    tests/cpp/fake_device/fake_kernels.cpp
+    tests/cpp/fake_device/fallback.cpp
+    tests/cpp/fake_device/guard.cpp
+    tests/cpp/fake_device/machine.cpp
+    tests/cpp/fake_device/memory.cpp
+    tests/cpp/fake_device/operators.cpp
+    tests/cpp/fake_device/trace.cpp)
+set(ZERO_FAKE_DEVICE_TESTS
+    test_device_features
+    test_device_streams
+    test_device_training
+    test_fake_backend
+    test_fake_device
+    test_fake_kernels)

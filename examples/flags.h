@@ -14,6 +14,7 @@
 
 struct Flags {
   int64_t stage = 3;
+  std::string device = "auto"; // "cpu", "cuda"
   int64_t steps = 500;
   int64_t batch = 4;
   int64_t accumulate = 1;
@@ -47,6 +48,7 @@ using FlagTarget = std::variant<int64_t*, double*, bool*, std::string*>;
 inline std::map<std::string, FlagTarget> flag_table(Flags& flags) {
   return {
       {"--stage", &flags.stage},
+      {"--device", &flags.device},
       {"--steps", &flags.steps},
       {"--batch", &flags.batch},
       {"--accumulate", &flags.accumulate},

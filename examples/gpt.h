@@ -65,7 +65,7 @@ struct GPT : torch::nn::Module {
   }
 
   torch::Tensor forward(const torch::Tensor& input) {
-    auto x = tokens(input) + positions(torch::arange(input.size(1)));
+    auto x = tokens(input) + positions(torch::arange(input.size(1), input.device()));
     for (const auto& block : *blocks) {
       x = block->as<Block>()->forward(x);
     }
@@ -111,10 +111,11 @@ inline std::string generate(
   torch::NoGradGuard no_grad;
   auto generator = seeded(seed);
   std::string text = prompt;
+  const auto device = model.tokens->weight.device();
   auto tokens = torch::tensor(std::vector<int64_t>(prompt.begin(), prompt.end())).unsqueeze(0);
   for (int64_t i = 0; i < length; ++i) {
     auto window = tokens.slice(1, std::max<int64_t>(0, tokens.size(1) - model.context));
-    auto logits = model.forward(window)[0][-1];
+    auto logits = model.forward(window.to(device))[0][-1].cpu();
     auto probabilities = torch::softmax(logits / temperature, -1);
     auto drawn = torch::multinomial(probabilities, 1, /*replacement=*/false, generator);
     text += static_cast<char>(drawn.item<int64_t>());

@@ -46,7 +46,9 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)
@@ -71,9 +73,10 @@ def initialise(model: GPT, seed: int) -> None:
 def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> bytes:
     """`prompt` and `length` sampled bytes. Every rank must call it: a forward can communicate."""
     generator = torch.Generator().manual_seed(seed)
+    device = model.tokens.weight.device
     tokens = torch.tensor([list(prompt)])
     for _ in range(length):
-        logits = model(tokens[:, -model.context :])[0, -1]
+        logits = model(tokens[:, -model.context :].to(device))[0, -1].cpu()
         probabilities = torch.softmax(logits / temperature, dim=-1)
         drawn = torch.multinomial(probabilities, 1, generator=generator)
         tokens = torch.cat([tokens, drawn.unsqueeze(0)], dim=1)

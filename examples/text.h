@@ -110,6 +110,7 @@ class Batches {
     int64_t seed = 0;
     int64_t rank = 0;
     int64_t ranks = 1;
+    torch::Device device = torch::kCPU;
   };
 
   Batches(std::string text, const Share& share) : share_(share) {
@@ -144,8 +145,8 @@ class Batches {
     auto index = torch::tensor(starts).unsqueeze(1) + torch::arange(share_.context + 1);
     auto rows = data.index({index}).to(torch::kLong);
     return {
-        rows.slice(1, 0, share_.context).contiguous(),
-        rows.slice(1, 1, share_.context + 1).contiguous()};
+        rows.slice(1, 0, share_.context).contiguous().to(share_.device),
+        rows.slice(1, 1, share_.context + 1).contiguous().to(share_.device)};
   }
 
   Share share_;

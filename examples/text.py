@@ -48,14 +48,23 @@ class Batches:
     """One rank's batches of (input, target). The union over ranks and micro-batches depends only on
     seed, step and the effective batch, not on how many ranks share it."""
 
-    def __init__(self, text: bytes, batch: int, context: int, seed: int, rank: int, ranks: int):
+    def __init__(
+        self,
+        text: bytes,
+        batch: int,
+        context: int,
+        seed: int,
+        rank: int,
+        ranks: int,
+        device: torch.device | None = None,
+    ):
         split = len(text) - len(text) // 20
         if len(text) - split <= context + 1:
             raise ValueError(f"a text of {len(text)} bytes is too short for a context of {context}")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.training, self.held_out = data[:split], data[split:]
         self.batch, self.context, self.seed = batch, context, seed
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.device = rank, ranks, device
 
     def train(self, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cut(self.training, self.seed, step, micro)
@@ -71,4 +80,5 @@ class Batches:
         starts = [hash_numbers(seed, step, first + i) % room for i in range(self.batch)]
         index = torch.tensor(starts).unsqueeze(1) + torch.arange(self.context + 1)
         rows = data[index].long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return x.to(self.device), y.to(self.device)

@@ -302,10 +302,26 @@ std::variant<Start, int> go_on(Flags& flags, const std::string& text, const Grou
   return Start{checkpoint, standing};
 }
 
+// What --device says. zero::init() has chosen this rank's GPU.
+torch::Device device_of(const Flags& flags) {
+  const bool available = torch::cuda::is_available();
+  if (flags.device == "auto") {
+    return available ? torch::kCUDA : torch::kCPU;
+  }
+  if (flags.device == "cuda" && !available) {
+    throw std::invalid_argument("--device cuda: torch sees no GPU; --device cpu runs without");
+  }
+  if (flags.device != "cpu" && flags.device != "cuda") {
+    throw std::invalid_argument("--device: expected auto, cpu or cuda, got '" + flags.device + "'");
+  }
+  return flags.device == "cuda" ? torch::kCUDA : torch::kCPU;
+}
+
 int run_all(Flags flags) {
   const Group group = zero::init();
   const int64_t rank = group ? group->getRank() : 0;
   const int64_t ranks = group ? group->getSize() : 1;
+  const torch::Device device = device_of(flags);
 
   const bool one_file = !flags.text.empty();
   const auto text = one_file ? read_file(flags.text).substr(0, flags.max_bytes)
@@ -320,9 +336,10 @@ int run_all(Flags flags) {
   }
   auto& [checkpoint, standing] = std::get<Start>(found);
   history.begin(flags, standing.step);
-  const Batches batches(text, {flags.batch, flags.context, flags.seed, rank, ranks});
+  const Batches batches(text, {flags.batch, flags.context, flags.seed, rank, ranks, device});
   auto model = std::make_shared<GPT>(flags.layers, flags.dim, flags.heads, flags.context);
   initialise(*model, flags.seed);
+  model->to(device);
   zero::ZeroOptimizer optimizer(
       *model,
       {.stage = flags.stage, .bucket_bytes = static_cast<int64_t>(flags.bucket_mb * 1024 * 1024)},
@@ -338,7 +355,8 @@ int run_all(Flags flags) {
               << flags.dim << ", " << parameters << " parameters\nbatch    "
               << flags.batch * ranks * flags.accumulate << " sequences of " << flags.context
               << " bytes = " << flags.batch << " per rank x " << ranks << " ranks x "
-              << flags.accumulate << " accumulated; ZeRO stage " << flags.stage << std::endl;
+              << flags.accumulate << " accumulated; ZeRO stage " << flags.stage << " on " << device
+              << std::endl;
   }
   if (checkpoint) {
     zero::load(*checkpoint, *model, &optimizer);

@@ -45,6 +45,7 @@ def parse_flags() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--stage", type=int, default=3, help="ZeRO stage")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU if seen")
     add("--steps", type=int, default=500)
     add("--batch", type=int, default=4, help="sequences of a micro-batch, per rank")
     add("--accumulate", type=int, default=1, help="micro-batches of a step")
@@ -268,9 +269,18 @@ def go_on(
     return checkpoint, standing
 
 
-def build(args: argparse.Namespace) -> tuple[GPT, zero.ZeroOptimizer]:
+def device_of(args: argparse.Namespace) -> torch.device:
+    """What --device says. zero.init() has chosen this rank's GPU."""
+    available = torch.cuda.is_available()
+    if args.device == "cuda" and not available:
+        sys.exit("--device cuda: torch sees no GPU; --device cpu runs without")
+    return torch.device("cuda" if available and args.device != "cpu" else "cpu")
+
+
+def build(args: argparse.Namespace, device: torch.device) -> tuple[GPT, zero.ZeroOptimizer]:
     model = GPT(args.layers, args.dim, args.heads, args.context)
     initialise(model, args.seed)
+    model.to(device)
     opt = zero.ZeroOptimizer(
         model,
         stage=args.stage,
@@ -286,6 +296,7 @@ def main() -> None:
     args = parse_flags()
     zero.init()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = device_of(args)
 
     text = (
         args.text.read_bytes()[: args.max_bytes]
@@ -297,8 +308,8 @@ def main() -> None:
         dist.barrier()
     checkpoint, standing = go_on(args, text, rank, ranks)
     history.begin(args, standing.step)
-    batches = Batches(text, args.batch, args.context, args.seed, rank, ranks)
-    model, opt = build(args)
+    batches = Batches(text, args.batch, args.context, args.seed, rank, ranks, device)
+    model, opt = build(args, device)
 
     parameters = sum(p.numel() for p in model.parameters())
     effective = args.batch * ranks * args.accumulate
@@ -307,7 +318,7 @@ def main() -> None:
         print(f"model    {args.layers} x {args.dim}, {parameters} parameters")
         print(
             f"batch    {effective} sequences of {args.context} bytes = {args.batch} per rank x "
-            f"{ranks} ranks x {args.accumulate} accumulated; ZeRO stage {args.stage}",
+            f"{ranks} ranks x {args.accumulate} accumulated; ZeRO stage {args.stage} on {device}",
             flush=True,
         )
 

@@ -141,8 +141,8 @@ void Options::validate() const {
       "[zero.options] expected reshard_after_forward true, false or auto, got ",
       reshard_after_forward);
   TORCH_CHECK_VALUE(
-      transport == "auto" || transport == "group" || transport == "host",
-      "[zero.options] expected transport auto, group or host, got ",
+      transport == "auto" || transport == "group" || transport == "host" || transport == "nccl",
+      "[zero.options] expected transport auto, group, host or nccl, got ",
       transport);
   TORCH_CHECK_VALUE(
       on_nonfinite == "ignore" || on_nonfinite == "skip" || on_nonfinite == "raise",

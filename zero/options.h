@@ -51,7 +51,9 @@ struct Options {
   // True: the mean of the ranks' gradients; false: their sum.
   bool average = true;
   // "host": ranks of one host read each other's memory; "group": point to point over
-  // Gloo; "auto": the first where all ranks are on one host, else the second.
+  // Gloo; "auto": the first where all ranks are on one host, else the second. Tensors on
+  // CUDA devices travel by NCCL with "auto" and several ranks, and with "nccl"; with
+  // "host" and "group" through the host's memory.
   std::string transport = "auto";
   // Seconds that a rank waits for its peers before it raises an error.
   double timeout = 600.0;
@@ -66,8 +68,12 @@ struct Options {
   // Each bucket is stepped, and its gradient freed, as soon as it is reduced; step() ends
   // the step. Native rules, one backward a step; nothing that needs all gradients.
   bool step_in_backward = false;
-  // Not built yet: "optimizer" or "parameters".
+  // Of parameters on a device: "optimizer" keeps masters and state in the host's memory,
+  // where the CPU steps them; "parameters", at stage 3, the shards of parameters too.
   std::optional<std::string> offload = {};
+  // CUDA: buffers that NCCL reads and writes come from its own allocator (ncclMemAlloc),
+  // where torch and the GPUs' drivers have it.
+  bool registered_buffers = false;
   // Hybrid sharding: what the groups of zero::Groups are called, for errors.
   std::optional<std::string> shard_group = {};
   std::optional<std::string> replicate_group = {};

@@ -8,6 +8,8 @@
 #include <zero/comm/blocking.h>
 #include <zero/comm/groups.h>
 #include <zero/comm/init.h>
+#include <zero/comm/meeting.h>
+#include <zero/comm/nccl_group.h>
 
 namespace zero::bindings {
 namespace {
@@ -48,6 +50,23 @@ void init_comm(py::module_& module) {
       "What torchrun's variables say, else Open MPI's, MPICH's or Slurm's; None without a "
       "launcher.\n"
       "Raises ValueError naming a variable that is missing or malformed.");
+
+  module.def("has_nccl", &comm::has_nccl, "Whether this build has its parts for CUDA.");
+  module.def(
+      "nccl_obstacle",
+      [](c10d::Store& store, int64_t rank, int64_t size, const std::string& gpu, double seconds) {
+        const auto gpus = comm::tell_all(store, "zero/gpu", rank, size, gpu, seconds);
+        return comm::nccl_obstacle(gpus);
+      },
+      py::arg("store"),
+      py::arg("rank"),
+      py::arg("world_size"),
+      py::arg("gpu"),
+      py::arg("timeout_seconds"),
+      py::call_guard<py::gil_scoped_release>(),
+      "[collective] Why NCCL cannot connect these ranks; \"\" where it can. ``gpu``: what names "
+      "this rank's and no other, \"\" for none. Asked once of a c10d ``store``.");
+  module.attr("GPU_REMEDY") = comm::kGpuRemedy;
 
   py::class_<Groups>(module, "Groups", "A grid of ranks: hybrid sharding.")
       .def(

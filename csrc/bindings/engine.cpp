@@ -37,7 +37,11 @@ std::shared_ptr<Engine> create(
     const py::object& materialize,
     std::vector<int64_t> order) {
   const auto channels = comm::communicators_of(
-      group.value_or(Ranks()), options.timeout, options.stage == 3 ? 2 : 1, options.transport);
+      group.value_or(Ranks()),
+      options.timeout,
+      options.stage == 3 ? 2 : 1,
+      options.transport,
+      options.registered_buffers);
   Units units{
       .names = std::move(unit_names), .gathers = channels.back(), .order = std::move(order)};
   if (!materialize.is_none()) {

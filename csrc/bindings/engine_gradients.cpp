@@ -13,19 +13,27 @@ void bind_gradients(EngineClass& engine) {
   engine.def("zero_grad", &Engine::zero_grad, py::arg("set_to_none"), NoGil())
       .def(
           "grad_norm",
-          &Engine::grad_norm,
+          [](Engine& self, double norm_type) { return self.grad_norm(norm_type).tensor(); },
           py::arg("norm_type"),
           NoGil(),
           "[collective] The norm of the whole gradient; the same bits on every rank.")
       .def(
           "grad_norms",
-          &Engine::grad_norms,
+          [](Engine& self, double norm_type) {
+            std::vector<at::Tensor> norms;
+            for (const GradNorm& norm : self.grad_norms(norm_type)) {
+              norms.push_back(norm.tensor());
+            }
+            return norms;
+          },
           py::arg("norm_type"),
           NoGil(),
           "[collective] The norm of each group's gradient, in one exchange.")
       .def(
           "clip_grad_norm",
-          &Engine::clip_grad_norm,
+          [](Engine& self, double max_norm, double norm_type, bool error_if_nonfinite) {
+            return self.clip_grad_norm(max_norm, norm_type, error_if_nonfinite).tensor();
+          },
           py::arg("max_norm"),
           py::arg("norm_type"),
           py::arg("error_if_nonfinite") = false,
@@ -53,6 +61,25 @@ void bind_gradients(EngineClass& engine) {
           NoGil(),
           "[collective] Multiplies every gradient. The index of the first parameter with an inf "
           "or NaN\non any rank, or -1.")
+      .def(
+          "scale_gradients",
+          &Engine::scale_gradients,
+          py::arg("factor"),
+          NoGil(),
+          "Multiplies every gradient by a device's number; parameters are on that device.")
+      .def(
+          "agree_nonfinite",
+          &Engine::agree_nonfinite,
+          py::arg("found"),
+          NoGil(),
+          "[collective] found (fp32, one element) becomes 1 on all ranks where it is not 0 on one.")
+      .def(
+          "leave_out_where",
+          &Engine::leave_out_where,
+          py::arg("found"),
+          NoGil(),
+          "The next native step is left out, on the device, where found is not 0.")
+      .def_property_readonly("device", &Engine::device, "Where all that is sharded is.")
       .def(
           "register_comm_hook",
           [](Engine& self, std::optional<std::shared_ptr<CommHook>> hook) {

@@ -33,6 +33,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("ignored_params", &Options::ignored_params)
       .def_readwrite("step_in_backward", &Options::step_in_backward)
       .def_readwrite("offload", &Options::offload)
+      .def_readwrite("registered_buffers", &Options::registered_buffers)
       .def_readwrite("shard_group", &Options::shard_group)
       .def_readwrite("replicate_group", &Options::replicate_group)
       .def(

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "csrc/kernels/element_rules.h"
 #include "csrc/kernels/norm_loops.h"
 #include "csrc/kernels/windows.h"
 
@@ -32,17 +33,6 @@ void change_elements(Type type, void* x, int64_t begin, int64_t end, const Chang
       values[i] = E::store(change(E::load(values[i])));
     }
   });
-}
-
-// Towards zero, with the last bit set where that is not exact: rounded once more to
-// fewer bits, it gives what rounding the fp64 value directly gives.
-inline float round_to_odd(double value) {
-  const auto nearest = static_cast<float>(value);
-  const auto back = static_cast<double>(nearest);
-  auto bits = std::bit_cast<uint32_t>(nearest);
-  bits -= std::abs(back) > std::abs(value) ? 1U : 0U;
-  bits |= back != value ? 1U : 0U;
-  return std::bit_cast<float>(bits);
 }
 
 inline void
@@ -89,7 +79,7 @@ template <typename E>
 int64_t find_nonfinite(const typename E::Storage* x, int64_t begin, int64_t end) {
   using Bits = decltype(largest_magnitude<E>(x, 0));
   const auto infinity =
-      std::bit_cast<Bits>(E::store(std::numeric_limits<typename E::Compute>::infinity()));
+      bit_cast<Bits>(E::store(std::numeric_limits<typename E::Compute>::infinity()));
   int64_t found = end;
   for (int64_t first = begin; first < end && found == end; first += kChunk) {
     const int64_t count = std::min(kChunk, end - first);

@@ -74,10 +74,8 @@ void scale(Type type, void* x, double factor, int64_t begin, int64_t end) {
 
 void clamp(Type type, void* x, double low, double high, int64_t begin, int64_t end) {
   change_elements(type, x, begin, end, [low, high](auto value) {
-    const auto least = static_cast<decltype(value)>(low);
-    const auto most = static_cast<decltype(value)>(high);
-    const auto raised = value < least ? least : value;
-    return raised > most ? most : raised;
+    using Compute = decltype(value);
+    return clamped(value, static_cast<Compute>(low), static_cast<Compute>(high));
   });
 }
 
@@ -118,8 +116,7 @@ void follow(Type from_type, const void* from, float* to, int64_t begin, int64_t 
     const float* const rounded = view_floats(from_type, room, 0, count, held);
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
-      const bool same = std::bit_cast<uint32_t>(rounded[i]) == std::bit_cast<uint32_t>(values[i]);
-      target[i] = same ? target[i] : values[i];
+      target[i] = followed(target[i], rounded[i], values[i]);
     }
   });
 }

@@ -1,11 +1,10 @@
 #pragma once
 
-// The rules with one state at most: SGD in the order of operations of torch.optim,
-// and Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms",
-// algorithm 2). Hyperparameters are rounded once to the compute type.
+// The rules with one state at most over stretches: SGD and Lion.
 
 #include <type_traits>
 
+#include "csrc/kernels/optimizer_rules.h"
 #include "csrc/kernels/windows.h"
 
 namespace zero::kernels::ZERO_KERNELS_NAMESPACE {
@@ -15,22 +14,6 @@ struct MomentumValues {
   typename E::Storage* param;
   const typename E::Storage* grad;
   typename E::Storage* buffer; // may be null
-};
-
-template <typename Compute>
-struct SgdConstants {
-  explicit SgdConstants(const SgdArguments& arguments)
-      : lr(static_cast<Compute>(arguments.lr)),
-        momentum(static_cast<Compute>(arguments.momentum)),
-        fresh(static_cast<Compute>(1.0 - arguments.dampening)),
-        decay(static_cast<Compute>(arguments.weight_decay)),
-        sign(static_cast<Compute>(arguments.maximize ? -1 : 1)) {}
-
-  Compute lr;
-  Compute momentum;
-  Compute fresh; // part of the gradient
-  Compute decay;
-  Compute sign; // of the gradient
 };
 
 // Calls function with a constant: loops over it have no branch.
@@ -43,56 +26,47 @@ void with_constant(bool value, const Function& function) {
   }
 }
 
-template <typename E, bool kDecays, bool kFirst, bool kNesterov>
-void sgd_range(
-    const MomentumValues<E>& values,
-    int64_t count,
-    const SgdConstants<typename E::Compute>& constants) {
-  using Compute = typename E::Compute;
-  const auto x = values; // copies, which no store can change
-  const auto c = constants;
+// step(element, gradient) changes an element of what has a buffer.
+template <typename E, typename Step>
+void momentum_range(const MomentumValues<E>& values, int64_t count, const Step& step) {
+  const auto x = values; // a copy, which no store can change
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
-    const Compute p = E::load(x.param[i]);
-    Compute g = E::load(x.grad[i]) * c.sign;
-    if constexpr (kDecays) {
-      g = g + c.decay * p;
-    }
-    Compute b = g;
-    if constexpr (!kFirst) {
-      b = c.momentum * E::load(x.buffer[i]) + c.fresh * g;
-    }
-    x.buffer[i] = E::store(b);
-    x.param[i] = E::store(p - c.lr * (kNesterov ? g + c.momentum * b : b));
+    MomentumElement<typename E::Compute> element{E::load(x.param[i]), E::load(x.buffer[i])};
+    step(element, E::load(x.grad[i]));
+    x.buffer[i] = E::store(element.buffer);
+    x.param[i] = E::store(element.param);
   }
 }
 
-template <typename E, bool kDecays>
-void sgd_range_without_buffer(
-    const MomentumValues<E>& values,
-    int64_t count,
-    const SgdConstants<typename E::Compute>& constants) {
+template <typename E, typename Step>
+void range_without_buffer(const MomentumValues<E>& values, int64_t count, const Step& step) {
   const auto x = values;
-  const auto c = constants;
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
-    const auto p = E::load(x.param[i]);
-    const auto g = E::load(x.grad[i]) * c.sign;
-    x.param[i] = E::store(p - c.lr * (kDecays ? g + c.decay * p : g));
+    MomentumElement<typename E::Compute> element{E::load(x.param[i]), 0};
+    step(element, E::load(x.grad[i]));
+    x.param[i] = E::store(element.param);
   }
 }
 
 template <typename E>
 void apply(const SgdArguments& arguments, const MomentumValues<E>& values, int64_t count) {
-  const SgdConstants<typename E::Compute> constants(arguments);
+  const auto c = sgd_constants<typename E::Compute>(arguments);
   with_constant(arguments.weight_decay != 0.0, [&](auto decays) {
     if (values.buffer == nullptr) {
-      sgd_range_without_buffer<E, decays>(values, count, constants);
+      range_without_buffer<E>(values, count, [c](auto& element, auto gradient) {
+        step_element(element, gradient, c, SgdFlags{decltype(decays)::value, false, false, false});
+      });
       return;
     }
     with_constant(arguments.first_step, [&](auto first) {
       with_constant(arguments.nesterov, [&](auto nesterov) {
-        sgd_range<E, decays, first, nesterov>(values, count, constants);
+        momentum_range<E>(values, count, [c](auto& element, auto gradient) {
+          constexpr SgdFlags kFlags{
+              decltype(decays)::value, true, decltype(first)::value, decltype(nesterov)::value};
+          step_element(element, gradient, c, kFlags);
+        });
       });
     });
   });
@@ -100,27 +74,9 @@ void apply(const SgdArguments& arguments, const MomentumValues<E>& values, int64
 
 template <typename E>
 void apply(const LionArguments& arguments, const MomentumValues<E>& values, int64_t count) {
-  using Compute = typename E::Compute;
-  const auto x = values;
-  const auto lr = static_cast<Compute>(arguments.lr);
-  const auto beta1 = static_cast<Compute>(arguments.beta1);
-  const auto keep1 = static_cast<Compute>(1.0 - arguments.beta1);
-  const auto beta2 = static_cast<Compute>(arguments.beta2);
-  const auto keep2 = static_cast<Compute>(1.0 - arguments.beta2);
-  const auto factor = static_cast<Compute>(1.0 - arguments.lr * arguments.weight_decay);
-  const auto sign = static_cast<Compute>(arguments.maximize ? -1 : 1);
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    const Compute p = E::load(x.param[i]) * factor;
-    const Compute g = E::load(x.grad[i]) * sign;
-    const Compute m = E::load(x.buffer[i]);
-    const Compute direction = beta1 * m + keep1 * g;
-    // What is neither above nor below 0 is a zero or a NaN, which stays one.
-    const Compute rest = direction + Compute(0);
-    const Compute update = direction > 0 ? Compute(1) : direction < 0 ? Compute(-1) : rest;
-    x.buffer[i] = E::store(beta2 * m + keep2 * g);
-    x.param[i] = E::store(p - lr * update);
-  }
+  const auto c = lion_constants<typename E::Compute>(arguments);
+  momentum_range<E>(
+      values, count, [c](auto& element, auto gradient) { step_element(element, gradient, c); });
 }
 
 struct MomentumBuffers {

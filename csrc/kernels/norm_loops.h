@@ -5,7 +5,6 @@
 // a group, which vectorizes and whose order does not depend on the vector width.
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <type_traits>
 
@@ -86,7 +85,7 @@ auto largest_magnitude(const typename E::Storage* x, int64_t count) {
   constexpr auto kMagnitude = static_cast<Bits>(static_cast<Bits>(~Bits{0}) >> 1);
   Bits largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const auto bits = static_cast<Bits>(std::bit_cast<Bits>(x[i]) & kMagnitude);
+    const auto bits = static_cast<Bits>(bit_cast<Bits>(x[i]) & kMagnitude);
     largest = bits > largest ? bits : largest;
   }
   return largest;
@@ -94,7 +93,7 @@ auto largest_magnitude(const typename E::Storage* x, int64_t count) {
 
 template <typename E>
 void maximum_range(const typename E::Storage* x, int64_t count, ExactSum& sum) {
-  const auto largest = std::bit_cast<typename E::Storage>(largest_magnitude<E>(x, count));
+  const auto largest = bit_cast<typename E::Storage>(largest_magnitude<E>(x, count));
   sum.raise_maximum(static_cast<double>(E::load(largest)));
 }
 

@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Adam', 'AdamW', 'BackgroundSave', 'Bucket', 'Checkpoint', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'PART_BYTES', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'async_save_checkpoint', 'averages_of', 'compress_bf16', 'compress_fp16', 'consolidate', 'exchange_texts', 'finish_background_saves', 'held_state', 'held_values', 'latest_checkpoint', 'launch_environment', 'load_held_state', 'load_held_values', 'load_weights', 'make_layout', 'make_units', 'python_comm_hook', 'read_manifest', 'save_checkpoint', 'validate_rule', 'verify_checkpoint']
+__all__: list[str] = ['Adam', 'AdamW', 'BackgroundSave', 'Bucket', 'Checkpoint', 'CommHook', 'EMA', 'Engine', 'FlatLayout', 'GPU_REMEDY', 'GradientBucket', 'Groups', 'LaunchEnvironment', 'Lion', 'ModuleSpec', 'Options', 'PART_BYTES', 'SGD', 'Slot', 'UnitHook', 'UnitLayout', 'async_save_checkpoint', 'averages_of', 'compress_bf16', 'compress_fp16', 'consolidate', 'exchange_texts', 'finish_background_saves', 'has_nccl', 'held_state', 'held_values', 'latest_checkpoint', 'launch_environment', 'load_held_state', 'load_held_values', 'load_weights', 'make_layout', 'make_units', 'nccl_obstacle', 'python_comm_hook', 'read_manifest', 'save_checkpoint', 'validate_rule', 'verify_checkpoint']
 class Slot:
     """
     Where a parameter lies, in elements of its bucket.
@@ -92,6 +92,7 @@ class Options:
     output_dtype: str | None
     param_dtype: str | None
     reduce_dtype: str | None
+    registered_buffers: bool
     replicate_group: str | None
     reshard_after_forward: str
     shard_group: str | None
@@ -377,6 +378,10 @@ class Engine:
         """
         [collective] Whether any rank says true.
         """
+    def agree_nonfinite(self, found: torch.Tensor) -> None:
+        """
+        [collective] found (fp32, one element) becomes 1 on all ranks where it is not 0 on one.
+        """
     def begin_join(self, over_active: bool) -> None:
         """
         [collective] From here on ranks tell each other what they are about to do.
@@ -398,7 +403,7 @@ class Engine:
         """
         [collective] Rank `root`'s current values of parameters to all ranks.
         """
-    def clip_grad_norm(self, max_norm: typing.SupportsFloat | typing.SupportsIndex, norm_type: typing.SupportsFloat | typing.SupportsIndex, error_if_nonfinite: bool = False) -> float:
+    def clip_grad_norm(self, max_norm: typing.SupportsFloat | typing.SupportsIndex, norm_type: typing.SupportsFloat | typing.SupportsIndex, error_if_nonfinite: bool = False) -> torch.Tensor:
         """
         [collective] Scales gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.
         """
@@ -444,11 +449,11 @@ class Engine:
         """
         [collective at stages 1 to 3] Whole state of a native rule, by name; empty before a step.
         """
-    def grad_norm(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> float:
+    def grad_norm(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> torch.Tensor:
         """
         [collective] The norm of the whole gradient; the same bits on every rank.
         """
-    def grad_norms(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> list[float]:
+    def grad_norms(self, norm_type: typing.SupportsFloat | typing.SupportsIndex) -> list[torch.Tensor]:
         """
         [collective] The norm of each group's gradient, in one exchange.
         """
@@ -483,6 +488,10 @@ class Engine:
     def leave_forward(self) -> None:
         """
         Until here.
+        """
+    def leave_out_where(self, found: torch.Tensor) -> None:
+        """
+        The next native step is left out, on the device, where found is not 0.
         """
     def leave_unit(self, unit: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
@@ -536,6 +545,10 @@ class Engine:
     def reshard_all(self) -> None:
         """
         Ends unshard_all().
+        """
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """
+        Multiplies every gradient by a device's number; parameters are on that device.
         """
     def set_buffers(self, source: collections.abc.Callable[[], typing.Any]) -> None:
         """
@@ -620,6 +633,11 @@ class Engine:
         """
     def zero_grad(self, set_to_none: bool) -> None:
         ...
+    @property
+    def device(self) -> torch.device:
+        """
+        Where all that is sharded is.
+        """
     @property
     def options(self) -> Options:
         ...
@@ -770,6 +788,10 @@ def finish_background_saves() -> None:
     """
     Waits for all of this process; errors that nobody saw go to stderr.
     """
+def has_nccl() -> bool:
+    """
+    Whether this build has its parts for CUDA.
+    """
 def held_state(engine: Engine) -> dict[int, dict[str, torch.Tensor]]:
     """
     Views, by index and name, of this rank's part of native state, and "step".
@@ -811,6 +833,10 @@ def make_units(modules: collections.abc.Sequence[ModuleSpec], numels: collection
     by_default: the repeated children of lists; else the chosen modules.
     Raises ValueError on a parent that does not come first and on an index out of range.
     """
+def nccl_obstacle(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, world_size: typing.SupportsInt | typing.SupportsIndex, gpu: str, timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> str:
+    """
+    [collective] Why NCCL cannot connect these ranks; "" where it can. ``gpu``: what names this rank's and no other, "" for none. Asked once of a c10d ``store``.
+    """
 def python_comm_hook(name: str, callable: typing.Any) -> CommHook:
     """
     A hook from `callable(bucket)`, which gives the finished gradient, or a future of it.
@@ -833,4 +859,5 @@ def verify_checkpoint(directory: str) -> list[tuple[str, str]]:
     """
     Reads all data of a checkpoint; (file, what is wrong with it) of each problem.
     """
+GPU_REMEDY: str = 'start at most one rank for each GPU of a host (a rank takes the device LOCAL_RANK modulo the number of devices that it sees; CUDA_VISIBLE_DEVICES says which it sees)'
 PART_BYTES: int = 4294967296

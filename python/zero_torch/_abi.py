@@ -47,6 +47,8 @@ def info() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "built with torch": _build_info.torch_version,
         "built with CUDA": _build_info.torch_cuda,
+        "CUDA kernels and NCCL": _build_info.cuda_architectures,
+        "nvcc": _build_info.nvcc,
         "compiler": _build_info.compiler,
         "build type": _build_info.build_type,
         "python": platform.python_version(),

@@ -83,6 +83,7 @@ class ZeroConfig:
     and one backward a step only; clipping, norms, ``no_sync``, GradScaler and ``on_nonfinite`` need
     all gradients and are refused."""
     offload: str | None = None
+    registered_buffers: bool = False
     """Not built yet."""
     shard_group: Any = None
     """Hybrid sharding: the process group (or 1-D DeviceMesh) that this rank shards in, usually the
@@ -96,7 +97,13 @@ class ZeroConfig:
 FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
 
 _INTEGERS = ("bucket_bytes", "first_bucket_bytes", "prefetch", "min_unit_numel")
-_BOOLEANS = ("cast_forward_inputs", "average", "sync_buffers", "step_in_backward")
+_BOOLEANS = (
+    "cast_forward_inputs",
+    "average",
+    "sync_buffers",
+    "step_in_backward",
+    "registered_buffers",
+)
 _STRINGS = ("transport", "on_nonfinite")
 _DTYPES = ("param_dtype", "reduce_dtype", "master_dtype", "output_dtype")
 _GROUPS = ("shard_group", "replicate_group")

@@ -200,8 +200,7 @@ def _unscale(func: Callable[..., Any], args: Sequence[Any]) -> None:
     }
     # An overflow in anyone's shard must be everyone's, or ranks would part at the next step.
     for engine in engines.values():
-        if engine.agree_any(bool(found_inf.item())):
-            found_inf.fill_(1.0)
+        engine.agree_nonfinite(found_inf)
 
 
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], Sequence[Any]], Any]] = {

@@ -136,9 +136,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._name = None
             self._rule = ForeignRule(engine, optimizer, hyperparameters, traits, self.param_groups)
         self._engine = engine
-        if engine.options.stage == 0 and any(
-            p.dtype == torch.float16 for group in self.param_groups for p in group["params"]
-        ):
+        half = any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
+        on_device = engine.device.type != "cpu" and self._name is not None and not in_backward
+        if on_device or (half and engine.options.stage == 0):
+            # A native step on a device leaves itself out, so GradScaler need not wait for it. And
             # GradScaler refuses `.grad` of fp16, whose range is too small to be unscaled in.
             self._step_supports_amp_scaling = True
         if in_backward:
@@ -183,6 +184,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.__dict__.pop("grad_scale")
             self.__dict__.pop("found_inf")
             gradients.refuse_scaler()
+        if self._live.device.type != "cpu" and self._name is not None:
+            if scale is not None:
+                self._live.scale_gradients(scale.double().reciprocal().float())
+            if found_inf is not None:
+                self._live.leave_out_where(found_inf)
+            return True
         if found_inf is not None and found_inf.item() > 0:
             return False
         if scale is not None:
@@ -230,9 +237,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if not per_group:
             return self._scalar(self._live.grad_norm(float(norm_type)))
-        norms = self._live.grad_norms(float(norm_type))
-        norms += [0.0] * (len(self.param_groups) - len(norms))  # groups without parameters
-        return [self._scalar(norm) for norm in norms]
+        norms = [self._scalar(norm) for norm in self._live.grad_norms(float(norm_type))]
+        without_parameters = len(self.param_groups) - len(norms)
+        return norms + [torch.zeros_like(norms[0]) for _ in range(without_parameters)]
 
     def register_comm_hook(self, hook: comm_hooks.CommHook) -> None:
         """Replaces the reduction of gradient buckets; ``None``: nothing does. Collective.
@@ -344,11 +351,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         assert self._engine is not None
         return self._engine
 
-    def _scalar(self, value: float) -> torch.Tensor:
-        device = (
-            self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
-        )
-        return torch.tensor(value, dtype=torch.float32, device=device)
+    def _scalar(self, value: float | torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(value, dtype=torch.float32, device=self._live.device)
 
     def _check_parameters(self) -> None:
         if self._watch is not None:

@@ -22,6 +22,28 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 inline const std::vector<Type> kTypes = {Type::f32, Type::f64, Type::bf16, Type::f16};
 
+// Of a step: the types of parameter and state, of the gradient, and of the copy.
+struct Types {
+  Type type;
+  Type grad_type;
+  bool copies = false;
+  Type copy_type = Type::f32;
+};
+
+inline std::vector<Types> all_types() {
+  std::vector<Types> all;
+  for (const Type type : kTypes) {
+    all.push_back({type, type});
+  }
+  for (const Type grad_type : {Type::f32, Type::bf16, Type::f16}) {
+    all.push_back({Type::f32, grad_type});
+    for (const Type copy_type : {Type::f32, Type::bf16, Type::f16}) {
+      all.push_back({Type::f32, grad_type, true, copy_type});
+    }
+  }
+  return all;
+}
+
 inline at::ScalarType scalar_type(Type type) {
   constexpr at::ScalarType kScalarTypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
   return kScalarTypes[static_cast<int>(type)];

@@ -17,28 +17,6 @@ namespace {
 
 using State = std::vector<at::Tensor>; // the parameter first
 
-// Of a step: the types of parameter and state, of the gradient, and of the copy.
-struct Types {
-  Type type;
-  Type grad_type;
-  bool copies = false;
-  Type copy_type = Type::f32;
-};
-
-std::vector<Types> all_types() {
-  std::vector<Types> all;
-  for (const Type type : kTypes) {
-    all.push_back({type, type});
-  }
-  for (const Type grad_type : {Type::f32, Type::bf16, Type::f16}) {
-    all.push_back({Type::f32, grad_type});
-    for (const Type copy_type : {Type::f32, Type::bf16, Type::f16}) {
-      all.push_back({Type::f32, grad_type, true, copy_type});
-    }
-  }
-  return all;
-}
-
 // Rounded as IEEE has it; ATen's own may come from a library of vector functions.
 at::Tensor root_of(const at::Tensor& x) {
   const at::Tensor root = x.clone();

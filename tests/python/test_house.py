@@ -62,15 +62,18 @@ def test_an_include_out_of_order_is_noticed(tmp_path, monkeypatch):
 def test_kernels_include_no_room():
     wrong = {
         str(p.relative_to(ROOT)): [i for i in includes(p) if i.startswith("zero/")]
-        for p in files(".h", ".cpp", folders=["csrc/kernels"])
+        for p in files(".h", ".cpp", ".cu", folders=["csrc/kernels"])
     }
     assert {p: names for p, names in wrong.items() if names} == {}
 
 
 def test_every_source_is_in_the_build():
-    listed = set(re.findall(r"[\w/]+\.cpp", (ROOT / "cmake" / "sources.cmake").read_text()))
+    listed = set(
+        re.findall(r"[\w/]+\.(?:cpp|cu)\b", (ROOT / "cmake" / "sources.cmake").read_text())
+    )
     present = {
-        str(p.relative_to(ROOT)) for p in files(".cpp", folders=["zero", "csrc", "tests/cpp"])
+        str(p.relative_to(ROOT))
+        for p in files(".cpp", ".cu", folders=["zero", "csrc", "tests/cpp"])
     }
     assert listed == present
 
@@ -78,7 +81,7 @@ def test_every_source_is_in_the_build():
 def test_files_are_short():
     lengths = {
         str(p.relative_to(ROOT)): len(p.read_text().splitlines())
-        for p in files(".h", ".cpp", ".py")
+        for p in files(".h", ".cpp", ".cu", ".py")
     }
     assert {p: n for p, n in lengths.items() if n > LINES} == {}
 

@@ -101,6 +101,31 @@ def build_and_run(build):
     return run(build / "consumer", env={"OMP_NUM_THREADS": "1"})
 
 
+def toolkit_options(tmp_path):
+    """What find_package(Torch) of a CUDA torch asks for: a toolkit, here links to an nvcc and to
+    the wheels of torch."""
+    wheels = TORCH_ROOT.parent / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}"
+    places = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", wheels / "bin/nvcc"]
+    nvcc = next((place for place in places if place and Path(place).exists()), None)
+    if nvcc is None:
+        pytest.skip("torch asks for a CUDA toolkit, and no nvcc is here")
+    (root,) = re.findall(r"#\$ TOP=(.*)", run(nvcc, "--dryrun", "-x", "cu", "/dev/null"))
+    toolkit = tmp_path / "toolkit"
+    for source in (Path(root), wheels):
+        for name in ("bin", "include", "lib", "nvvm"):
+            (toolkit / name).mkdir(parents=True, exist_ok=True)
+            for file in (source / name).glob("*"):
+                for link in {file.name, re.sub(r"\.so\..*", ".so", file.name)}:
+                    if not (toolkit / name / link).exists():
+                        (toolkit / name / link).symlink_to(file)
+    (toolkit / "lib64").symlink_to("lib")
+    return [
+        f"-DCUDA_TOOLKIT_ROOT_DIR={toolkit}",
+        f"-DCUDAToolkit_ROOT={toolkit}",
+        f"-DCMAKE_CUDA_COMPILER={toolkit / 'bin/nvcc'}",
+    ], {"TORCH_CUDA_ARCH_LIST": "8.0"}
+
+
 slow = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -220,15 +245,17 @@ print("went on")
         said = run(installed[0], "-c", code, tmp_path / "consumer", tmp_path / "saved")
         assert said.strip().endswith("went on")
 
-    @pytest.mark.skipif(torch.version.cuda is not None, reason="torch asks for a CUDA toolkit")
     def test_consumer_that_found_torch_itself(self, installed, tmp_path):
+        options, env = toolkit_options(tmp_path) if torch.version.cuda else ([], {})
         configure(
             installed[1],
-            tmp_path,
+            tmp_path / "build",
             "-DCONSUMER_FINDS_TORCH_FIRST=ON",
             f"-DTorch_DIR={TORCH_ROOT / 'share/cmake/Torch'}",
+            *options,
+            env=env,
         )
-        assert build_and_run(tmp_path).startswith("loss ")
+        assert build_and_run(tmp_path / "build").startswith("loss ")
 
     def test_consumer_with_another_torch(self, installed, tmp_path):
         other = tmp_path / "torch"

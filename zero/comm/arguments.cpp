@@ -26,13 +26,15 @@ class Checker {
     TORCH_CHECK_VALUE(
         tensor.defined(), "[zero.comm] expected a tensor as ", name, ", got none", where());
     TORCH_CHECK_VALUE(
-        tensor.device().is_cpu(),
+        tensor.device() == place_.device,
         "[zero.comm] expected ",
         name,
-        " on the CPU, got it on ",
+        " on ",
+        place_.device,
+        ", got it on ",
         tensor.device(),
         where(),
-        "; this transport moves host memory");
+        "; keep what a rank trains on one device");
     TORCH_CHECK_VALUE(
         tensor.layout() == at::kStrided && tensor.is_contiguous(),
         "[zero.comm] expected a contiguous ",

@@ -15,6 +15,7 @@ namespace zero::comm {
 struct Place {
   int64_t rank = 0;
   int64_t size = 1;
+  c10::Device device = at::kCPU; // where tensors must lie
 };
 
 // A reduction over `whole` (place.size shards) into `shard`, which may have a wider

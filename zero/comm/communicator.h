@@ -1,7 +1,8 @@
 #pragma once
 
 // Who talks. A Communicator carries asynchronous collectives between the ranks
-// of one private group. Calls are collective unless they say otherwise or only ask
+// of one private group, of tensors on the CPU or on a device, whose operations begin
+// once what the calling thread queued on the device's current stream is done. Calls are collective unless they say otherwise or only ask
 // something of this rank: all ranks make the same calls in the same order with equal
 // arguments. Ranks that don't get an error that names both operations.
 
@@ -42,7 +43,9 @@ struct Reduction {
 class ZERO_API Work {
  public:
   virtual ~Work() = default;
-  // Blocks until done; throws what the operation threw (again at each call).
+  // Blocks until done; throws what the operation threw (again at each call). Of tensors
+  // on a device it blocks nobody: what the calling thread queues on the device's current
+  // stream from then on comes after the operation.
   virtual void wait() = 0;
   virtual bool done() const = 0;
   // Blocks until done, whatever came of it: whether it succeeded.
@@ -70,6 +73,17 @@ struct Traffic {
 struct GroupTraffic {
   Traffic shard;
   Traffic replicate;
+
+  GroupTraffic operator+(const GroupTraffic& other) const {
+    return {shard + other.shard, replicate + other.replicate};
+  }
+};
+
+// One of several all-gathers that start together.
+struct Gather {
+  at::Tensor output;
+  at::Tensor input;
+  Tag tag;
 };
 
 class ZERO_API Communicator {
@@ -95,6 +109,8 @@ class ZERO_API Communicator {
   // Among the ranks of a replica. output: shard_size() * S elements. input: S elements,
   // and may be this rank's own slice of the output. Sends (shard_size() - 1) * S elements.
   virtual WorkPtr all_gather(at::Tensor output, at::Tensor input, Tag tag) = 0;
+  // One after the other; where a transport gains by it, as one operation.
+  virtual std::vector<WorkPtr> all_gather_together(std::vector<Gather> gathers);
   // Reduces shard_size() * S elements in place: a reduce-scatter and an all-gather,
   // with the bits and the traffic of the two. The addend has S elements.
   virtual WorkPtr all_reduce(at::Tensor tensor, Reduction reduction, Tag tag) = 0;

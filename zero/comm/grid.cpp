@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <zero/comm/blocking.h>
+#include <zero/comm/device_backend.h>
 #include <zero/comm/host_process.h>
 #include <zero/comm/hybrid_transport.h>
 #include <zero/comm/init.h>
@@ -100,9 +101,10 @@ std::vector<std::shared_ptr<Communicator>> over(
     const std::optional<Membership>& replicate,
     double timeout_seconds,
     int64_t count,
-    const std::string& transport) {
+    const std::string& transport,
+    bool registered_buffers) {
   const auto another = [=] {
-    return over(shard, replicate, timeout_seconds, 1, transport).front();
+    return over(shard, replicate, timeout_seconds, 1, transport, registered_buffers).front();
   };
   const auto made_over = [&](const std::optional<Membership>& membership) {
     return membership ? make_transports(*membership, timeout_seconds, count, transport)
@@ -112,14 +114,15 @@ std::vector<std::shared_ptr<Communicator>> over(
   Transports replicas = made_over(replicate);
   std::vector<std::shared_ptr<Communicator>> communicators;
   for (int64_t i = 0; i < count; ++i) {
+    std::shared_ptr<Communicator> host;
     if (shards[i] || replicas[i]) {
-      communicators.push_back(
-          std::make_shared<QueuedCommunicator>(
-              std::make_unique<HybridTransport>(std::move(shards[i]), std::move(replicas[i])),
-              another));
+      host = std::make_shared<QueuedCommunicator>(
+          std::make_unique<HybridTransport>(std::move(shards[i]), std::move(replicas[i])), another);
     } else {
-      communicators.push_back(std::make_shared<LocalCommunicator>());
+      host = std::make_shared<LocalCommunicator>();
     }
+    communicators.push_back(with_devices(
+        std::move(host), shard, replicate, timeout_seconds, transport, registered_buffers));
   }
   return communicators;
 }
@@ -150,9 +153,10 @@ std::vector<std::shared_ptr<Communicator>> communicators_of(
     const Ranks& ranks,
     double timeout_seconds,
     int64_t count,
-    const std::string& transport) {
+    const std::string& transport,
+    bool registered_buffers) {
   if (const auto* group = std::get_if<Group>(&ranks)) {
-    return make_communicators(*group, timeout_seconds, count, transport);
+    return make_communicators(*group, timeout_seconds, count, transport, registered_buffers);
   }
   const auto& groups = std::get<Groups>(ranks);
   check_choice(timeout_seconds, transport);
@@ -169,7 +173,8 @@ std::vector<std::shared_ptr<Communicator>> communicators_of(
       membership_in(groups.replicate),
       timeout_seconds,
       count,
-      transport);
+      transport,
+      registered_buffers);
 }
 
 } // namespace comm

@@ -43,7 +43,8 @@ ZERO_API std::vector<std::shared_ptr<Communicator>> communicators_of(
     const Ranks& ranks,
     double timeout_seconds,
     int64_t count,
-    const std::string& transport = "auto");
+    const std::string& transport = "auto",
+    bool registered_buffers = false);
 
 // Collective over `group`, through its store: every rank's text, in rank order.
 ZERO_API std::vector<std::string> exchange_texts(

@@ -27,9 +27,13 @@ struct LaunchEnvironment {
 };
 ZERO_API std::optional<LaunchEnvironment> launch_environment();
 
-// Collective. The process group of all ranks that the launcher started, over
-// Gloo; null without a launcher (one rank). Waits `timeout_seconds` for the
-// other ranks. Needs no Python in the process.
+// Collective. The process group of all ranks that the launcher started; null without a
+// launcher (one rank). Waits `timeout_seconds` for the other ranks. Needs no Python in the
+// process. CPU tensors go over Gloo.
+//
+// In a build with CUDA, a process that sees GPUs works on the device LOCAL_RANK modulo
+// their number, which becomes its current device. CUDA tensors go over NCCL where every
+// rank has a GPU of its own, else over Gloo, with a warning that names the ranks.
 ZERO_API c10::intrusive_ptr<c10d::ProcessGroup> init(double timeout_seconds = 600.0);
 
 // A Gloo group of `world_size` ranks that meet at `store`; also for ranks that
@@ -52,12 +56,13 @@ ZERO_API std::shared_ptr<Communicator> make_communicator(
     double timeout_seconds,
     const std::string& transport = "auto");
 // Several, each ordered for itself; a failure in one says what other ranks were in,
-// whichever that was.
+// whichever that was. `registered_buffers`: see Options.
 ZERO_API std::vector<std::shared_ptr<Communicator>> make_communicators(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     double timeout_seconds,
     int64_t count,
-    const std::string& transport = "auto");
+    const std::string& transport = "auto",
+    bool registered_buffers = false);
 } // namespace comm
 
 } // namespace zero

@@ -1,8 +1,11 @@
 #pragma once
 
 // The communicator of one rank: every operation is done when its call returns, on
-// the caller's thread, with the bits that the others give at size 1.
+// the caller's thread, with the bits that the others give at size 1. Also of a rank whose
+// peers are not there, as in torch's "fake" group: it does its own part, what the others
+// would send counts as nothing, and their messages are its own.
 
+#include <zero/comm/arguments.h>
 #include <zero/comm/communicator.h>
 
 namespace zero::comm {
@@ -12,11 +15,13 @@ ZERO_API WorkPtr done_work();
 
 class LocalCommunicator final : public Communicator {
  public:
+  explicit LocalCommunicator(const Place& place = {}) : place_(place) {}
+
   int64_t rank() const override {
-    return 0;
+    return place_.rank;
   }
   int64_t size() const override {
-    return 1;
+    return place_.size;
   }
   WorkPtr reduce_scatter(at::Tensor output, at::Tensor input, Reduction reduction, Tag tag)
       override;
@@ -26,15 +31,15 @@ class LocalCommunicator final : public Communicator {
   std::vector<at::Tensor> exchange(at::Tensor bytes, Tag tag) override;
   void barrier(Tag tag) override;
   Traffic traffic() const override;
-  std::string transport() const override {
-    return "none (one rank)";
-  }
+  std::string transport() const override;
   std::shared_ptr<Communicator> duplicate() const override {
-    return std::make_shared<LocalCommunicator>();
+    return std::make_shared<LocalCommunicator>(place_);
   }
 
  private:
-  // Calls alone: one rank sends nothing.
+  void count(Kind kind, const Tag& tag, int64_t bytes);
+
+  const Place place_;
   Traffic traffic_;
 };
 

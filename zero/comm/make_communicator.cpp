@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <zero/comm/blocking.h>
+#include <zero/comm/device_backend.h>
 #include <zero/comm/failure_board.h>
 #include <zero/comm/gloo_group.h>
 #include <zero/comm/group_transport.h>
@@ -81,13 +82,27 @@ Communicators over(
     const Membership& membership,
     double timeout_seconds,
     int64_t count,
-    const std::string& transport) {
-  const auto another = [=] { return over(membership, timeout_seconds, 1, transport).front(); };
+    const std::string& transport,
+    bool registered_buffers) {
+  const auto another = [=] {
+    return over(membership, timeout_seconds, 1, transport, registered_buffers).front();
+  };
   Communicators communicators;
   for (auto& made : make_transports(membership, timeout_seconds, count, transport)) {
-    communicators.push_back(std::make_shared<QueuedCommunicator>(std::move(made), another));
+    communicators.push_back(with_devices(
+        std::make_shared<QueuedCommunicator>(std::move(made), another),
+        membership,
+        std::nullopt,
+        timeout_seconds,
+        transport,
+        registered_buffers));
   }
   return communicators;
+}
+
+// torch's group whose other ranks don't exist.
+bool is_fake(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return group->hasBackends() && group->getDefaultBackend()->getBackendName() == "fake";
 }
 
 } // namespace
@@ -113,8 +128,8 @@ Store new_store(const Membership& membership) {
 void check_choice(double timeout_seconds, const std::string& transport) {
   to_milliseconds(timeout_seconds); // refuses what is no timeout, at one rank too
   TORCH_CHECK_VALUE(
-      transport == "auto" || transport == "host" || transport == "group",
-      "[zero.comm] expected transport auto, host or group, got ",
+      transport == "auto" || transport == "host" || transport == "group" || transport == "nccl",
+      "[zero.comm] expected transport auto, host, group or nccl, got ",
       transport);
 }
 
@@ -136,7 +151,7 @@ Transports make_transports(
     }
     TORCH_CHECK_WITH(
         DistBackendError,
-        transport == "auto",
+        transport != "host",
         "[zero.comm] expected all ranks on one host for transport=\"host\": ",
         why_not,
         " (rank ",
@@ -152,16 +167,24 @@ Communicators make_communicators(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     double timeout_seconds,
     int64_t count,
-    const std::string& transport) {
+    const std::string& transport,
+    bool registered_buffers) {
   check_choice(timeout_seconds, transport);
   Communicators communicators;
-  if (!group || group->getSize() == 1) {
+  if (!group || group->getSize() == 1 || is_fake(group)) {
+    const Place place = group ? Place{group->getRank(), group->getSize()} : Place{};
     for (int64_t i = 0; i < count; ++i) {
-      communicators.push_back(std::make_shared<LocalCommunicator>());
+      communicators.push_back(with_devices(
+          std::make_shared<LocalCommunicator>(place),
+          std::nullopt,
+          std::nullopt,
+          timeout_seconds,
+          transport,
+          registered_buffers));
     }
     return communicators;
   }
-  return over(membership_of(group), timeout_seconds, count, transport);
+  return over(membership_of(group), timeout_seconds, count, transport, registered_buffers);
 }
 
 std::shared_ptr<Communicator> make_communicator(

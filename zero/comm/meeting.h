@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <zero/api.h>
+
 namespace c10d {
 class Store;
 } // namespace c10d
@@ -15,7 +17,7 @@ namespace zero::comm {
 
 // Collective. Every rank's text, in rank order. `store` and `name` together must be
 // new. Throws c10::DistBackendError that names the ranks that did not come.
-std::vector<std::string> tell_all(
+ZERO_API std::vector<std::string> tell_all(
     c10d::Store& store,
     const std::string& name,
     int64_t rank,

@@ -1,6 +1,8 @@
-// Sums over what was sent.
+// Communicator's own: sums over what was sent, and operations made of others.
 
 #include <zero/comm/communicator.h>
+
+#include <utility>
 
 namespace zero::comm {
 
@@ -36,6 +38,22 @@ Traffic Traffic::operator+(const Traffic& other) const {
   add(sum.all_reduce, all_reduce);
   add(sum.broadcast, broadcast);
   return sum;
+}
+
+std::vector<WorkPtr> Communicator::all_gather_together(std::vector<Gather> gathers) {
+  std::vector<WorkPtr> works;
+  try {
+    for (Gather& gather : gathers) {
+      works.push_back(
+          all_gather(std::move(gather.output), std::move(gather.input), std::move(gather.tag)));
+    }
+  } catch (...) {
+    for (const WorkPtr& work : works) {
+      work->settle(); // the caller has no handle of it
+    }
+    throw;
+  }
+  return works;
 }
 
 } // namespace zero::comm

@@ -13,6 +13,10 @@ class BufferSource {
   // Zeroed CPU memory of `bytes` bytes, 64-byte aligned; null where there is none to
   // give, and the caller takes ordinary memory.
   virtual c10::Storage allocate(int64_t bytes) = 0;
+  // The same of a device's memory, not zeroed.
+  virtual c10::Storage allocate_on(c10::Device /*device*/, int64_t /*bytes*/) {
+    return {};
+  }
 };
 
 } // namespace zero::memory

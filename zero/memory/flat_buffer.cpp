@@ -18,6 +18,8 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
+#include <zero/memory/device_streams.h>
+
 namespace zero::memory {
 namespace {
 
@@ -80,10 +82,22 @@ c10::Storage allocate_storage(int64_t bytes) {
       /*resizable=*/true);
 }
 
+at::Tensor zeros_on_device(int64_t numel, const at::TensorOptions& options, BufferSource* source) {
+  const Quiet quiet;
+  const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  const c10::Storage storage = bytes >= kMapped && source != nullptr
+      ? source->allocate_on(options.device(), bytes)
+      : c10::Storage();
+  if (storage) {
+    return tensor_over(storage, {numel}, {1}, options).zero_();
+  }
+  return at::zeros({numel}, options.requires_grad(false));
+}
+
 // Dispatches nothing on the CPU: the caller may be in any mode.
 at::Tensor zeros(int64_t numel, const at::TensorOptions& options, BufferSource* source) {
   if (!options.device().is_cpu()) {
-    return at::zeros({numel}, options.requires_grad(false));
+    return zeros_on_device(numel, options, source);
   }
   const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
   c10::Storage storage;

@@ -17,6 +17,7 @@ Slab SlabPool::take(int64_t numel, const at::TensorOptions& options) {
     }
     if (best != free_.end()) {
       slab.bytes = std::move(best->bytes);
+      slab.last_use = std::move(best->last_use);
       free_.erase(best);
     }
   }
@@ -24,18 +25,26 @@ Slab SlabPool::take(int64_t numel, const at::TensorOptions& options) {
     slab.bytes =
         FlatBuffer(bytes, options.dtype(at::kByte), Purpose::buffers, account_, source_.get());
   }
+  slab.last_use.wait();
   slab.tensor = tensor_over(slab.bytes.tensor().storage(), {numel}, {1}, options);
   return slab;
 }
 
 void SlabPool::give(Slab slab) {
+  slab.last_use.record(slab.tensor.device());
+  slab.tensor.reset();
   const std::lock_guard lock(mutex_);
-  free_.push_back({std::move(slab.bytes), true});
+  free_.push_back({std::move(slab.bytes), std::move(slab.last_use), true});
 }
 
 void SlabPool::trim() {
   const std::lock_guard lock(mutex_);
-  std::erase_if(free_, [](const Free& item) { return !item.used; });
+  std::erase_if(free_, [](const Free& item) {
+    if (!item.used) {
+      item.last_use.wait();
+    }
+    return !item.used;
+  });
   for (Free& item : free_) {
     item.used = false;
   }
@@ -43,6 +52,9 @@ void SlabPool::trim() {
 
 void SlabPool::clear() {
   const std::lock_guard lock(mutex_);
+  for (const Free& item : free_) {
+    item.last_use.wait(); // memory goes back to the stream that it came from
+  }
   free_.clear();
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include <zero/memory/device_streams.h>
 #include <zero/memory/flat_buffer.h>
 
 namespace zero::memory {
@@ -17,6 +18,7 @@ namespace zero::memory {
 struct Slab {
   FlatBuffer bytes = {};
   at::Tensor tensor = {};
+  Moment last_use = {}; // by whom it was given back last, perhaps on another stream
   explicit operator bool() const {
     return tensor.defined();
   }
@@ -30,7 +32,8 @@ class SlabPool {
       std::shared_ptr<BufferSource> source = nullptr)
       : account_(std::move(account)), source_(std::move(source)) {}
 
-  // `numel` elements of any value.
+  // `numel` elements of any value. On a device they are the current stream's from its next
+  // operation on, and back where the current stream has come to at give().
   Slab take(int64_t numel, const at::TensorOptions& options);
   void give(Slab slab);
   // Lets go of free slabs that were not taken since the last trim.
@@ -43,6 +46,7 @@ class SlabPool {
  private:
   struct Free {
     FlatBuffer bytes;
+    Moment last_use;
     bool used = false; // since the last trim
   };
   std::mutex mutex_;

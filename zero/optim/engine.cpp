@@ -301,7 +301,7 @@ bool Engine::open_step(bool native, const std::string& hyperparameters) {
     impl_->parameters->before_step();
   }
   impl_->refresh_masters();
-  return impl_->may_step();
+  return impl_->may_step(native);
 }
 
 bool Engine::step(const std::vector<Rule>& rules) {
@@ -316,6 +316,7 @@ bool Engine::step(const std::vector<Rule>& rules) {
       impl_->state.require(b, sharding::state_names(impl_->rule_of(b, rules)));
     }
   }
+  const at::Tensor found = impl_->take_found();
   for (int64_t b = impl_->table.bucket_count() - 1; b >= 0; --b) {
     if (!impl_->any_gradient(b)) {
       continue;
@@ -326,7 +327,7 @@ bool Engine::step(const std::vector<Rule>& rules) {
         impl_->gradients.reduced(b), impl_->gradients.reduced_range(b), [this](int64_t parameter) {
           return impl_->gradients.has_gradient(parameter);
         }};
-    optim::native_step(impl_->table, gradient, impl_->state, impl_->masters, b, rule);
+    optim::native_step(impl_->table, gradient, impl_->state, impl_->masters, b, rule, found);
     impl_->publish(b);
   }
   impl_->gradients.count_step();

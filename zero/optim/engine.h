@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include <zero/comm/communicator.h>
 #include <zero/memory/account.h>
 #include <zero/optim/buffer_sync.h>
+#include <zero/optim/grad_norm.h>
 #include <zero/options.h>
 #include <zero/sharding/comm_hook.h>
 #include <zero/sharding/parameter_table.h>
@@ -108,7 +110,8 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
   void fail_join(const std::string& why) noexcept;
 
   // [collective] One optimizer step by native rules, one rule a group. False: left
-  // out on all ranks, because a gradient is not finite and on_nonfinite is "skip".
+  // out on all ranks, because a gradient is not finite and on_nonfinite is "skip"; on a
+  // device, which alone knows, true also then.
   bool step(const std::vector<Rule>& rules);
 
   // [collective] A step by somebody else's rule: between the two calls, the
@@ -129,14 +132,15 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
 
   void zero_grad(bool set_to_none);
   // [collective] The norm of the whole gradient, rounded to fp32 once; the same
-  // bits on every rank, at every stage and world size.
-  double grad_norm(double norm_type);
+  // bits on every rank, at every stage and world size. On a device it stays there, and
+  // so do the others, without waiting for the device.
+  GradNorm grad_norm(double norm_type);
   // [collective] The same of each parameter group by itself, in one exchange.
-  std::vector<double> grad_norms(double norm_type);
+  std::vector<GradNorm> grad_norms(double norm_type);
   // [collective] As torch.nn.utils.clip_grad_norm_: returns the norm before
   // clipping, scales gradients by min(1, max_norm / (norm + 1e-6)). With
   // `error_if_nonfinite` raises before scaling, naming a parameter.
-  double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite = false);
+  GradNorm clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite = false);
   // [collective] Clamps gradients to [-clip_value, clip_value].
   void clip_grad_value(double clip_value);
 
@@ -151,6 +155,25 @@ class ZERO_API Engine : public std::enable_shared_from_this<Engine> {
     int64_t nonfinite; // as unscale() returns
   };
   Clipped unscale_and_clip(double factor, double max_norm, double norm_type);
+  // Of parameters on a device, none of which waits for it: the device's factor (one
+  // element) multiplies gradients, and [collective] so it does here, with the norm of what
+  // that gives and whether it is finite (fp32, one element, there: 1 where it is not),
+  // clipped to `max_norm` where it is; [collective] `found` (fp32, one element, on the
+  // device), of whether a gradient is not finite, becomes 1 on all ranks where it is not 0
+  // on one; and where it is not 0 then, the next native step is left out.
+  void scale_gradients(const at::Tensor& factor);
+  struct OnDevice {
+    GradNorm norm;
+    at::Tensor found_nonfinite;
+  };
+  OnDevice unscale_on_device(
+      const at::Tensor& factor,
+      double norm_type,
+      std::optional<double> max_norm = {});
+  void agree_nonfinite(const at::Tensor& found);
+  void leave_out_where(const at::Tensor& found);
+  // Where all that is sharded is.
+  c10::Device device() const;
   // [collective] Divides gradients by `divisor`, or by the sum of what each rank gives
   // (its tokens, say). Returns what they were divided by, > 0.
   double divide_gradients(double divisor, bool across_ranks);

@@ -2,10 +2,12 @@
 
 #include <zero/optim/engine_impl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 
+#include <zero/memory/device_kernels.h>
 #include <zero/sharding/agreement.h>
 
 namespace zero {
@@ -20,11 +22,45 @@ void Engine::Impl::broadcast(const at::Tensor& tensor, int64_t root, const std::
   }
 }
 
+// One communicator carries all of them, and one stream orders them. Parameters without
+// storage come to lie where the others are.
+void Engine::Impl::check_devices(const std::vector<NamedParameter>& added) {
+  const auto counts = [this](const NamedParameter& parameter) {
+    return !parameter.tensor.is_meta() && (parameters || parameter.tensor.requires_grad());
+  };
+  const auto first = std::find_if(added.begin(), added.end(), counts);
+  if (first == added.end()) {
+    return;
+  }
+  if (table.size() == 0) {
+    device = first->tensor.device();
+  }
+  for (const NamedParameter& parameter : added) {
+    TORCH_CHECK_VALUE(
+        !counts(parameter) || parameter.tensor.device() == device,
+        "[zero.optim] expected all parameters on one device, got '",
+        parameter.name,
+        "' on ",
+        parameter.tensor.device(),
+        table.size() == 0 ? " and '" + first->name + "' on " : std::string(" and others on "),
+        device,
+        " (rank ",
+        communicator->rank(),
+        " of ",
+        communicator->size(),
+        "); move the model to one device, or shard its parts by optimizers of their own");
+  }
+  if (!device.is_cpu()) {
+    memory::device_kernels(device.type()); // throws where there are none
+  }
+}
+
 void Engine::Impl::append(
     std::vector<NamedParameter> added,
     const std::vector<std::pair<std::string, at::Tensor>>& buffers,
     const Units& units) {
   table.check_new(added);
+  check_devices(added);
   sharding::require_agreement(*communicator, added, buffers, options);
   const int64_t first = table.size();
   unit_names.insert(unit_names.end(), units.names.begin(), units.names.end());
@@ -45,6 +81,7 @@ void Engine::Impl::append(
     if (units.materialize) {
       std::vector<at::Tensor> tensors = units.materialize(unit);
       for (size_t i = 0; i < tensors.size(); ++i) {
+        device = tensors[i].device();
         table.replace(by_unit[unit].at(i), std::move(tensors[i]));
       }
     }

@@ -11,6 +11,7 @@
 
 #include <zero/autograd/accumulate_hooks.h>
 #include <zero/optim/engine.h>
+#include <zero/optim/gradient_norm.h>
 #include <zero/optim/join_message.h>
 #include <zero/optim/nonfinite.h>
 #include <zero/sharding/gradients.h>
@@ -73,8 +74,16 @@ struct Engine::Impl final : autograd::AccumulateListener,
   bool any_gradient(int64_t bucket) const;
   const Rule& rule_of(int64_t bucket, const std::vector<Rule>& rules) const;
   // [collective, unless on_nonfinite is "ignore"] Whether gradients are finite on all
-  // ranks; throws on all where they are not and shall raise.
-  bool may_step();
+  // ranks; throws on all where they are not and shall raise. On a device a native step
+  // finds out itself: found_nonfinite says so there.
+  bool may_step(bool native);
+  void find_on_device();
+  std::vector<GradNorm> norms(const optim::NormOptions& wanted); // [collective]
+  Clipped unscale_on_device(double factor, double norm_type); // [collective]
+  // What a native step on a device is left out by, and no longer waits for one.
+  at::Tensor take_found();
+  // Throws where parameters are on several devices, by name.
+  void check_devices(const std::vector<NamedParameter>& parameters);
   void count_nonfinite(int64_t parameter);
   std::string describe(const optim::Nonfinite& found) const;
   // The part of a parameter that this rank owns (at stage 0 and of what is not
@@ -118,6 +127,9 @@ struct Engine::Impl final : autograd::AccumulateListener,
   bool unsharded = false; // by unshard_all()
   bool released = false; // by release_parameters()
   std::vector<std::unique_ptr<autograd::AccumulateHooks>> hooks; // by parameter
+  c10::Device device = at::kCPU; // of all that is sharded
+  at::Tensor found_nonfinite; // on a device: fp32, not 0 leaves the next step out
+  at::Tensor left_out; // on a device: int64, how many steps were
   bool swapped = false; // parameters hold other values: swap_values()
   std::vector<std::pair<std::string, at::Tensor>> own_buffers; // with sync_buffers
   std::function<std::vector<NamedBuffer>()> buffers;

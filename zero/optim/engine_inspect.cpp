@@ -193,7 +193,7 @@ at::Tensor Engine::shard(int64_t index, const at::Tensor& whole) {
 std::map<std::string, at::Tensor> Engine::full_state(int64_t index) {
   const sharding::ParameterEntry& entry = impl_->checked(index);
   std::map<std::string, at::Tensor> whole;
-  const int64_t steps = entry.trainable ? impl_->state.step_count(index) : 0;
+  const int64_t steps = entry.trainable ? impl_->state.steps().get(index) : 0;
   if (steps == 0) {
     return whole;
   }

@@ -42,6 +42,9 @@ Engine::Report Engine::report() const {
   report.replicas = impl_->communicator->size() / impl_->communicator->shard_size();
   report.steps = impl_->gradients.steps();
   report.nonfinite_steps = impl_->nonfinite_steps;
+  if (impl_->left_out.defined()) { // waits for the device
+    report.nonfinite_steps += impl_->left_out.item<int64_t>();
+  }
   if (impl_->nonfinite_parameter >= 0) {
     report.nonfinite_parameter = impl_->table.entry(impl_->nonfinite_parameter).parameter.name;
   }

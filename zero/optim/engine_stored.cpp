@@ -41,7 +41,7 @@ bool Engine::is_flat(int64_t index) const {
 }
 
 int64_t Engine::step_count(int64_t index) const {
-  return impl_->checked(index).trainable ? impl_->state.step_count(index) : 0;
+  return impl_->checked(index).trainable ? impl_->state.steps().get(index) : 0;
 }
 
 int64_t Engine::held_begin(int64_t index) const {
@@ -120,7 +120,7 @@ Engine::load_state(int64_t index, const std::vector<std::string>& names, int64_t
     return parts;
   }
   impl_->gradients.mend();
-  impl_->state.step_count(index) = steps;
+  impl_->state.steps().set(index, steps);
   const layout::Range part = impl_->updated(index);
   if (clears) {
     impl_->state.clear_unused(entry.slot.bucket);

@@ -6,6 +6,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <zero/memory/device_kernels.h>
+#include <zero/memory/device_streams.h>
 #include <zero/optim/gradient_stretches.h>
 
 namespace zero::optim {
@@ -59,23 +61,43 @@ int64_t read_nonfinite(const Message& message) {
   return static_cast<int64_t>(message.flags >> kParameterShift) - 1;
 }
 
-int64_t group_count(const sharding::ParameterTable& table) {
-  int64_t last = 0;
-  for (int64_t i = 0; i < table.size(); ++i) {
-    last = std::max(last, table.entry(i).parameter.group);
-  }
-  return last + 1;
-}
-
 void scale_range(
     const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     int64_t bucket,
     layout::Range range,
-    double factor) {
+    double factor,
+    const at::Tensor& device_factor = {}) {
+  const c10::Device device = table.bucket(bucket).options.device();
   for (const GradientStretch& stretch :
        gradient_stretches(table, gradients, bucket, range, padding_for(factor))) {
-    kernels::scale(stretch.type, stretch.data, factor, stretch.count);
+    if (device.is_cpu()) {
+      kernels::scale(stretch.type, stretch.data, factor, stretch.count);
+    } else {
+      memory::device_kernels(device.type())
+          .scale(
+              memory::current_handle(device),
+              stretch.type,
+              stretch.data,
+              factor,
+              device_factor.defined() ? device_factor.const_data_ptr<double>() : nullptr,
+              stretch.count);
+    }
+  }
+}
+
+void clamp_stretch(const GradientStretch& stretch, c10::Device device, double limit) {
+  if (device.is_cpu()) {
+    kernels::clamp(stretch.type, stretch.data, -limit, limit, stretch.count);
+  } else {
+    memory::device_kernels(device.type())
+        .clamp(
+            memory::current_handle(device),
+            stretch.type,
+            stretch.data,
+            -limit,
+            limit,
+            stretch.count);
   }
 }
 
@@ -98,12 +120,6 @@ void add_bucket(
     } else {
       kernels::accumulate_norm(stretch.type, stretch.data, stretch.count, options.p, sum.powers);
     }
-  }
-  if (options.factor) {
-    const layout::Range held = gradients.reduced_range(bucket);
-    scale_range(table, gradients, bucket, {held.begin, own.begin}, factor);
-    scale_range(table, gradients, bucket, {own.end, held.end}, factor);
-    gradients.reduced_changed(bucket);
   }
 }
 
@@ -136,16 +152,30 @@ Nonfinite add_ranks(
 
 } // namespace
 
+int64_t group_count(const sharding::ParameterTable& table) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < table.size(); ++i) {
+    last = std::max(last, table.entry(i).parameter.group);
+  }
+  return last + 1;
+}
+
+void check_order(double p) {
+  TORCH_CHECK_VALUE(p > 0.0, "[zero.optim] expected norm_type > 0 or infinity, got ", p);
+}
+
 GradientNorms gradient_norms(
     const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
     comm::Communicator& communicator,
     const NormOptions& options) {
-  TORCH_CHECK_VALUE(
-      options.p > 0.0, "[zero.optim] expected norm_type > 0 or infinity, got ", options.p);
+  check_order(options.p);
   std::vector<Sum> sums(options.per_group ? group_count(table) : 1);
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
     add_bucket(table, gradients, b, options, sums[options.per_group ? table.group_of(b) : 0]);
+  }
+  if (options.factor) {
+    scale_outside_shards(table, gradients, *options.factor);
   }
   const bool finite =
       std::all_of(sums.begin(), sums.end(), [](const Sum& sum) { return sum.powers.finite(); });
@@ -161,9 +191,24 @@ GradientNorms gradient_norms(
 void scale_gradients(
     const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
-    double factor) {
+    double factor,
+    const at::Tensor& device_factor) {
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
-    scale_range(table, gradients, b, gradients.reduced_range(b), factor);
+    scale_range(table, gradients, b, gradients.reduced_range(b), factor, device_factor);
+    gradients.reduced_changed(b);
+  }
+}
+
+void scale_outside_shards(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    double factor,
+    const at::Tensor& device_factor) {
+  for (int64_t b = 0; b < table.bucket_count(); ++b) {
+    const layout::Range own = table.shard(b);
+    const layout::Range held = gradients.reduced_range(b);
+    scale_range(table, gradients, b, {held.begin, own.begin}, factor, device_factor);
+    scale_range(table, gradients, b, {own.end, held.end}, factor, device_factor);
     gradients.reduced_changed(b);
   }
 }
@@ -175,7 +220,7 @@ void clamp_gradients(
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
     for (const GradientStretch& stretch :
          gradient_stretches(table, gradients, b, gradients.reduced_range(b), Padding::included)) {
-      kernels::clamp(stretch.type, stretch.data, -limit, limit, stretch.count);
+      clamp_stretch(stretch, table.bucket(b).options.device(), limit);
     }
     gradients.reduced_changed(b);
   }

@@ -19,6 +19,8 @@ struct NormOptions {
   bool per_group = false;
   // Gradients are multiplied by it first, in the same pass.
   std::optional<double> factor = {};
+  // The same on a device: fp64, one element there.
+  at::Tensor device_factor = {};
 };
 
 struct GradientNorms {
@@ -35,12 +37,24 @@ GradientNorms gradient_norms(
     comm::Communicator& communicator,
     const NormOptions& options);
 
-// Every gradient that this rank holds: multiplied by `factor`, and clamped to
+// Throws c10::ValueError on what is no order of a norm.
+void check_order(double p);
+int64_t group_count(const sharding::ParameterTable& table);
+
+// Every gradient that this rank holds: multiplied by `factor`, on a device by
+// `device_factor` (fp64, one element, there; may be undefined) too; and clamped to
 // [-limit, limit].
 void scale_gradients(
     const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,
-    double factor);
+    double factor,
+    const at::Tensor& device_factor = {});
+// Those that this rank holds beside its own shard.
+void scale_outside_shards(
+    const sharding::ParameterTable& table,
+    sharding::GradientManager& gradients,
+    double factor,
+    const at::Tensor& device_factor = {});
 void clamp_gradients(
     const sharding::ParameterTable& table,
     sharding::GradientManager& gradients,

@@ -6,14 +6,17 @@
 //   scaler.unscale_and_clip_(optimizer, 1.0); // or unscale_(), or nothing
 //   scaler.step(optimizer); // left out on all ranks when a gradient is inf or NaN
 //   scaler.update();
-// All ranks see the same gradients and so keep the same scale.
+// All ranks see the same gradients and so keep the same scale. With parameters on a
+// device the scale is there, and nothing waits for the device but what asks for a number.
 
 #include <cstdint>
+#include <optional>
 #include <unordered_map>
 
 #include <ATen/core/Tensor.h>
 
 #include <zero/api.h>
+#include <zero/optim/grad_norm.h>
 
 namespace zero {
 
@@ -44,9 +47,10 @@ class ZERO_API LossScaler {
   // [collective] unscale_() and then clip_grad_norm_(), with one pass over the
   // gradients fewer, and one exchange. Returns the norm of the unscaled gradient;
   // where that is not finite gradients are not clipped.
-  double unscale_and_clip_(ZeroOptimizer& optimizer, double max_norm, double norm_type = 2.0);
+  GradNorm unscale_and_clip_(ZeroOptimizer& optimizer, double max_norm, double norm_type = 2.0);
   // [collective] unscale_(), if that was not called, and the optimizer's step.
-  // False: left out on all ranks; counted in the report as by on_nonfinite.
+  // False: left out on all ranks; counted in the report as by on_nonfinite. On a device,
+  // which alone knows, true also then.
   bool step(ZeroOptimizer& optimizer);
   // At the end of the iteration, after the steps of all optimizers: the scale falls
   // by backoff_factor if one was left out, and else grows when growth_interval is
@@ -76,11 +80,21 @@ class ZERO_API LossScaler {
   };
   Progress& begin_unscale(ZeroOptimizer& optimizer);
   double inverse() const;
+  // Of a device, from the first use on.
+  struct OnDevice {
+    at::Tensor scale; // fp32, 0-dim
+    at::Tensor growth_tracker; // int32, 0-dim
+    at::Tensor found_nonfinite; // fp32, 0-dim; undefined before something was unscaled
+  };
+  OnDevice& on(c10::Device device) const;
+  GradNorm unscale_on_device(ZeroOptimizer& optimizer, double norm_type, std::optional<double> max);
+  bool step_on_device(ZeroOptimizer& optimizer);
 
   LossScalerOptions options_;
   double scale_; // a value of fp32, as GradScaler's
   int64_t growth_tracker_ = 0;
   std::unordered_map<const Engine*, Progress> progress_;
+  mutable std::optional<OnDevice> device_;
 };
 
 } // namespace zero

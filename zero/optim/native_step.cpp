@@ -1,7 +1,12 @@
 #include <zero/optim/native_step.h>
 
+#include <set>
+#include <unordered_map>
+
 #include <ATen/ops/empty.h>
 
+#include <zero/memory/device_kernels.h>
+#include <zero/memory/device_streams.h>
 #include <zero/memory/kernel_type.h>
 #include <zero/optim/runs.h>
 
@@ -22,7 +27,10 @@ struct Stretch {
   size_t state_count; // of the rule; there may be more
   int64_t begin; // in the state
   int64_t count;
-  int64_t step;
+  int64_t step; // on the CPU
+  const kernels::DeviceKernels* device; // null: the CPU
+  kernels::StreamHandle stream;
+  kernels::StepState on_device;
 
   void* state_at(size_t index) const {
     return index < state_count ? element(state[index].tensor(), begin) : nullptr;
@@ -30,17 +38,20 @@ struct Stretch {
 };
 
 void apply_adam(const Stretch& stretch, const kernels::AdamArguments& arguments) {
-  kernels::adam(
-      stretch.type,
-      {.param = stretch.parameter,
-       .grad_type = stretch.gradient_type,
-       .grad = stretch.gradient,
-       .exp_avg = stretch.state_at(0),
-       .exp_avg_sq = stretch.state_at(1),
-       .max_exp_avg_sq = stretch.state_at(2),
-       .copy = stretch.copy},
-      stretch.count,
-      arguments);
+  const kernels::AdamBuffers buffers{
+      .param = stretch.parameter,
+      .grad_type = stretch.gradient_type,
+      .grad = stretch.gradient,
+      .exp_avg = stretch.state_at(0),
+      .exp_avg_sq = stretch.state_at(1),
+      .max_exp_avg_sq = stretch.state_at(2),
+      .copy = stretch.copy};
+  if (stretch.device != nullptr) {
+    stretch.device->adam(
+        stretch.stream, stretch.type, buffers, stretch.count, arguments, stretch.on_device);
+  } else {
+    kernels::adam(stretch.type, buffers, stretch.count, arguments);
+  }
 }
 
 template <typename AdamLike>
@@ -65,37 +76,52 @@ void apply(const Stretch& stretch, const Adam& rule) {
 }
 
 void apply(const Stretch& stretch, const SGD& rule) {
-  kernels::sgd(
-      stretch.type,
-      {.param = stretch.parameter,
-       .grad_type = stretch.gradient_type,
-       .grad = stretch.gradient,
-       .momentum_buffer = stretch.state_at(0),
-       .copy = stretch.copy},
-      stretch.count,
-      {.lr = rule.lr,
-       .momentum = rule.momentum,
-       .dampening = rule.dampening,
-       .weight_decay = rule.weight_decay,
-       .nesterov = rule.nesterov,
-       .first_step = stretch.step == 1,
-       .maximize = rule.maximize});
+  const kernels::SgdBuffers buffers{
+      .param = stretch.parameter,
+      .grad_type = stretch.gradient_type,
+      .grad = stretch.gradient,
+      .momentum_buffer = stretch.state_at(0),
+      .copy = stretch.copy};
+  const kernels::SgdArguments arguments{
+      .lr = rule.lr,
+      .momentum = rule.momentum,
+      .dampening = rule.dampening,
+      .weight_decay = rule.weight_decay,
+      .nesterov = rule.nesterov,
+      .first_step = stretch.step == 1,
+      .maximize = rule.maximize};
+  if (stretch.device != nullptr) {
+    stretch.device->sgd(
+        stretch.stream, stretch.type, buffers, stretch.count, arguments, stretch.on_device);
+  } else {
+    kernels::sgd(stretch.type, buffers, stretch.count, arguments);
+  }
 }
 
 void apply(const Stretch& stretch, const Lion& rule) {
-  kernels::lion(
-      stretch.type,
-      {.param = stretch.parameter,
-       .grad_type = stretch.gradient_type,
-       .grad = stretch.gradient,
-       .exp_avg = stretch.state_at(0),
-       .copy = stretch.copy},
-      stretch.count,
-      {.lr = rule.lr,
-       .beta1 = rule.betas[0],
-       .beta2 = rule.betas[1],
-       .weight_decay = rule.weight_decay,
-       .maximize = rule.maximize});
+  const kernels::LionBuffers buffers{
+      .param = stretch.parameter,
+      .grad_type = stretch.gradient_type,
+      .grad = stretch.gradient,
+      .exp_avg = stretch.state_at(0),
+      .copy = stretch.copy};
+  const kernels::LionArguments arguments{
+      .lr = rule.lr,
+      .beta1 = rule.betas[0],
+      .beta2 = rule.betas[1],
+      .weight_decay = rule.weight_decay,
+      .maximize = rule.maximize};
+  if (stretch.device != nullptr) {
+    stretch.device->lion(
+        stretch.stream, stretch.type, buffers, stretch.count, arguments, stretch.on_device);
+  } else {
+    kernels::lion(stretch.type, buffers, stretch.count, arguments);
+  }
+}
+
+template <typename T>
+const T* data_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
 }
 
 // Kernels step fp32 by gradients of any dtype, and other dtypes by their own: what
@@ -109,6 +135,47 @@ at::Tensor of_dtype(const at::Tensor& gradient, const at::Tensor& stepped) {
   return rounded;
 }
 
+// Counts the step of the parameters that have a gradient, and gives their runs: those
+// of equal keys are stepped alike. A key is the step's number, on a device the place
+// among the bucket's counts.
+std::vector<Run> begin_step(
+    sharding::ParameterTable& table,
+    const sharding::BucketGradient& gradient,
+    sharding::StepCounts& steps,
+    int64_t bucket,
+    const at::Tensor& found_nonfinite) {
+  const auto& parameters = table.bucket(bucket).layout.parameters;
+  const c10::Device device = table.bucket(bucket).options.device();
+  if (device.is_cpu()) {
+    for (const int64_t parameter : parameters) {
+      if (gradient.has(parameter)) {
+        steps.count(parameter);
+      }
+    }
+    return runs_of(table, bucket, gradient.range, [&](int64_t parameter) {
+      return gradient.has(parameter) ? steps.get(parameter) : -1;
+    });
+  }
+  const std::vector<int64_t> counts = steps.begin(bucket, gradient.has);
+  auto* const numbers = steps.counts(bucket).mutable_data_ptr<int64_t>();
+  std::unordered_map<int64_t, int64_t> count_of;
+  std::set<int64_t> counted;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    count_of[parameters[i]] = counts[i];
+    if (counts[i] >= 0 && counted.insert(counts[i]).second) {
+      memory::device_kernels(device.type())
+          .begin_step(
+              memory::current_handle(device),
+              numbers + counts[i],
+              1,
+              data_or_null<float>(found_nonfinite),
+              nullptr);
+    }
+  }
+  return runs_of(
+      table, bucket, gradient.range, [&](int64_t parameter) { return count_of.at(parameter); });
+}
+
 } // namespace
 
 void native_step(
@@ -117,16 +184,10 @@ void native_step(
     sharding::OptimizerStateManager& state,
     sharding::MasterWeights& masters,
     int64_t bucket,
-    const Rule& rule) {
+    const Rule& rule,
+    const at::Tensor& found_nonfinite) {
   const layout::Range held = gradient.range;
-  const auto steps = runs_of(table, bucket, held, [&](int64_t parameter) {
-    return gradient.has(parameter) ? state.step_count(parameter) + 1 : -1;
-  });
-  for (const int64_t parameter : table.bucket(bucket).layout.parameters) {
-    if (gradient.has(parameter)) {
-      ++state.step_count(parameter);
-    }
-  }
+  const auto steps = begin_step(table, gradient, state.steps(), bucket, found_nonfinite);
   const at::Tensor& values = table.bucket(bucket).values.tensor();
   const int64_t first = table.bucket(bucket).held.begin;
   const at::Tensor master = masters.tensor(bucket);
@@ -138,9 +199,11 @@ void native_step(
   const auto& tensors =
       state.tensors(bucket, names, stepped.options().requires_grad(false), held.size());
   const at::Tensor reduced = of_dtype(gradient.reduced, stepped);
+  const c10::Device device = stepped.device();
+  const bool host = device.is_cpu();
   for (const Run& run : steps) {
     const int64_t begin = run.range.begin - held.begin;
-    const Stretch stretch{
+    Stretch stretch{
         kernel_type(stepped.scalar_type()),
         element(stepped, run.range.begin - stepped_begin),
         kernel_type(reduced.scalar_type()),
@@ -153,7 +216,15 @@ void native_step(
         names.size(),
         begin,
         run.range.size(),
-        run.key};
+        run.key,
+        host ? nullptr : &memory::device_kernels(device.type()),
+        host ? nullptr : memory::current_handle(device),
+        {}};
+    if (!host) {
+      stretch.on_device = {
+          state.steps().counts(bucket).const_data_ptr<int64_t>() + run.key,
+          data_or_null<float>(found_nonfinite)};
+    }
     std::visit([&](const auto& concrete) { apply(stretch, concrete); }, rule);
   }
 }

@@ -12,13 +12,15 @@
 namespace zero::optim {
 
 // Updates the parameters of the bucket that have a gradient, or their masters and
-// with those the parameters, and counts their step.
+// with those the parameters, and counts their step. On a device queues all that;
+// `found_nonfinite` (fp32 there, may be undefined): not 0, and the step is left out.
 void native_step(
     sharding::ParameterTable& table,
     const sharding::BucketGradient& gradient,
     sharding::OptimizerStateManager& state,
     sharding::MasterWeights& masters,
     int64_t bucket,
-    const Rule& rule);
+    const Rule& rule,
+    const at::Tensor& found_nonfinite = {});
 
 } // namespace zero::optim

@@ -7,13 +7,31 @@
 
 #include <ATen/ops/empty.h>
 
+#include <zero/memory/device_kernels.h>
+#include <zero/memory/device_streams.h>
 #include <zero/optim/gradient_stretches.h>
 
 namespace zero::optim {
 namespace {
 
-bool has_nonfinite(const GradientStretch& stretch) {
-  return kernels::first_nonfinite(stretch.type, stretch.data, stretch.count) >= 0;
+// On a device: waits for it.
+bool has_nonfinite(const GradientStretch& stretch, c10::Device device) {
+  if (device.is_cpu()) {
+    return kernels::first_nonfinite(stretch.type, stretch.data, stretch.count) >= 0;
+  }
+  constexpr double kLargest = std::numeric_limits<double>::infinity();
+  const memory::Quiet quiet;
+  const auto& kernels = memory::device_kernels(device.type());
+  const auto stream = memory::current_handle(device);
+  const int64_t count = kernels.norm_part_count(stretch.count);
+  const auto doubles = at::TensorOptions(at::kDouble).device(device);
+  const at::Tensor parts = at::empty({count}, doubles);
+  const at::Tensor largest = at::empty({}, doubles);
+  auto* values = parts.mutable_data_ptr<double>();
+  kernels.norm_parts(
+      stream, stretch.type, stretch.data, stretch.count, kLargest, false, 1.0, nullptr, values);
+  kernels.sum_parts(stream, values, count, kLargest, largest.mutable_data_ptr<double>());
+  return !std::isfinite(largest.item<double>());
 }
 
 Nonfinite agree(int64_t own, comm::Communicator& communicator, int64_t step) {
@@ -46,12 +64,15 @@ int64_t first_nonfinite(
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
     const layout::Range held = gradients.reduced_range(b);
     const auto joined = gradient_stretches(table, gradients, b, held, Padding::included);
-    if (std::none_of(joined.begin(), joined.end(), has_nonfinite)) {
+    const c10::Device device = table.bucket(b).options.device();
+    if (std::none_of(joined.begin(), joined.end(), [device](const GradientStretch& stretch) {
+          return has_nonfinite(stretch, device);
+        })) {
       continue;
     }
     for (const GradientStretch& own :
          gradient_stretches(table, gradients, b, held, Padding::left_out)) {
-      if ((first < 0 || own.parameter < first) && has_nonfinite(own)) {
+      if ((first < 0 || own.parameter < first) && has_nonfinite(own, device)) {
         first = own.parameter;
       }
     }

@@ -60,7 +60,8 @@ void Sharder::add(torch::nn::Module& module, const std::string& prefix, bool roo
     return;
   }
   const Ranks ranks = or_launched(ranks_, options_);
-  const auto channels = comm::communicators_of(ranks, options_.timeout, 2, options_.transport);
+  const auto channels = comm::communicators_of(
+      ranks, options_.timeout, 2, options_.transport, options_.registered_buffers);
   Units units{.gathers = channels.back()};
   units.names.insert(units.names.end(), names.begin(), names.end());
   engine_ =

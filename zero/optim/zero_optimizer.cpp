@@ -93,7 +93,11 @@ std::shared_ptr<Engine> make_engine(
     }
   }
   const auto channels = comm::communicators_of(
-      or_launched(ranks, options), options.timeout, options.stage == 3 ? 2 : 1, options.transport);
+      or_launched(ranks, options),
+      options.timeout,
+      options.stage == 3 ? 2 : 1,
+      options.transport,
+      options.registered_buffers);
   Units units{.gathers = channels.back()};
   if (options.stage == 3) {
     units.names = assign_units(module, options, parameters);
@@ -214,7 +218,8 @@ void ZeroOptimizer::zero_grad(bool set_to_none) {
   engine_->zero_grad(set_to_none);
 }
 
-double ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+GradNorm
+ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
   return engine_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
 }
 
@@ -226,13 +231,15 @@ double ZeroOptimizer::divide_grad_(double divisor, bool across_ranks) {
   return engine_->divide_gradients(divisor, across_ranks);
 }
 
-double ZeroOptimizer::grad_norm(double norm_type) {
+GradNorm ZeroOptimizer::grad_norm(double norm_type) {
   return engine_->grad_norm(norm_type);
 }
 
-std::vector<double> ZeroOptimizer::grad_norms(double norm_type) {
-  std::vector<double> norms = engine_->grad_norms(norm_type);
-  norms.resize(std::max(norms.size(), rules_->size())); // groups without parameters
+std::vector<GradNorm> ZeroOptimizer::grad_norms(double norm_type) {
+  std::vector<GradNorm> norms = engine_->grad_norms(norm_type);
+  while (norms.size() < rules_->size()) { // groups without parameters
+    norms.emplace_back(at::zeros({}, norms.front().tensor().options()));
+  }
   return norms;
 }
 

@@ -79,7 +79,8 @@ class ZERO_API ZeroOptimizer {
   // before that. The same number on every rank. With `error_if_nonfinite` throws on
   // all ranks, before scaling, when the norm is not finite, and names the first
   // parameter with such a gradient.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+  GradNorm
+  clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
   // [collective] Clamps each element of the gradient to [-clip_value, clip_value].
   void clip_grad_value_(double clip_value);
   // [collective] Divides the gradient by `divisor`, the same on every rank, or, with
@@ -88,9 +89,9 @@ class ZERO_API ZeroOptimizer {
   // c10::ValueError on all ranks unless that is finite and positive. Once a step,
   // before clipping.
   double divide_grad_(double divisor, bool across_ranks = false);
-  double grad_norm(double norm_type = 2.0); // [collective]
+  GradNorm grad_norm(double norm_type = 2.0); // [collective]
   // [collective] Of each parameter group by itself, in one exchange.
-  std::vector<double> grad_norms(double norm_type = 2.0);
+  std::vector<GradNorm> grad_norms(double norm_type = 2.0);
   // [collective] Waits for every transfer in flight.
   void synchronize();
 

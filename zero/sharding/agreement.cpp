@@ -22,7 +22,8 @@ std::string describe(const Options& options) {
        << ", first_bucket_bytes " << options.first_bucket_bytes << ", average " << options.average
        << ", transport " << options.transport << ", on_nonfinite " << options.on_nonfinite
        << ", step_in_backward " << options.step_in_backward << ", sync_buffers "
-       << options.sync_buffers;
+       << options.sync_buffers << ", offload " << options.offload.value_or("none")
+       << ", registered_buffers " << options.registered_buffers;
   if (options.stage == 3) {
     line << ", prefetch " << options.prefetch << ", reshard_after_forward "
          << options.reshard_after_forward << ", max_live_numel "

@@ -54,7 +54,7 @@ std::vector<std::string> state_names(const Rule& rule) {
 OptimizerStateManager::OptimizerStateManager(
     ParameterTable& table,
     std::shared_ptr<memory::Account> account)
-    : table_(table), account_(std::move(account)) {}
+    : table_(table), account_(std::move(account)), steps_(table) {}
 
 OptimizerStateManager::Entry& OptimizerStateManager::entry(int64_t bucket) const {
   if (static_cast<int64_t>(entries_.size()) <= bucket) {
@@ -90,7 +90,7 @@ const std::vector<memory::FlatBuffer>& OptimizerStateManager::tensors(
 
 int64_t OptimizerStateManager::first_stepped(int64_t bucket) const {
   for (const int64_t index : table_.bucket(bucket).layout.parameters) {
-    if (index < static_cast<int64_t>(steps_.size()) && steps_[index] > 0) {
+    if (steps_.any(index)) {
       return index;
     }
   }
@@ -127,13 +127,6 @@ const std::vector<memory::FlatBuffer>& OptimizerStateManager::existing(int64_t b
 
 const std::vector<std::string>& OptimizerStateManager::names(int64_t bucket) const {
   return entry(bucket).names;
-}
-
-int64_t& OptimizerStateManager::step_count(int64_t parameter) {
-  if (static_cast<int64_t>(steps_.size()) < table_.size()) {
-    steps_.resize(table_.size(), 0);
-  }
-  return steps_[parameter];
 }
 
 } // namespace zero::sharding

@@ -10,6 +10,7 @@
 
 #include <zero/options.h>
 #include <zero/sharding/parameter_table.h>
+#include <zero/sharding/step_counts.h>
 
 namespace zero::sharding {
 
@@ -37,7 +38,9 @@ class OptimizerStateManager {
   const std::vector<memory::FlatBuffer>& existing(int64_t bucket) const;
   const std::vector<std::string>& names(int64_t bucket) const;
 
-  int64_t& step_count(int64_t parameter);
+  StepCounts& steps() {
+    return steps_;
+  }
 
  private:
   struct Entry {
@@ -51,7 +54,7 @@ class OptimizerStateManager {
   ParameterTable& table_;
   std::shared_ptr<memory::Account> account_;
   mutable std::vector<Entry> entries_;
-  std::vector<int64_t> steps_;
+  StepCounts steps_;
 };
 
 } // namespace zero::sharding

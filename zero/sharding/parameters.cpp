@@ -192,22 +192,43 @@ void ParameterManager::start(int64_t unit, bool training) {
     started.kept = reshard_ == "false" || (reshard_ == "auto" && unit == 0);
   }
   started.state = State::partly;
+  std::vector<size_t> missing;
   for (size_t b = 0; b < started.buckets.size(); ++b) {
     if (started.slabs[b]) {
       continue;
     }
-    const int64_t bucket = started.buckets[b];
-    if (on_gather_) {
-      on_gather_(bucket, steps_, training);
+    if (on_gather_) { // whose listener follows gather by gather
+      on_gather_(started.buckets[b], steps_, training);
+      gather(started, {b}, training);
+    } else {
+      missing.push_back(b);
     }
-    const BucketEntry& entry = table_.bucket(bucket);
-    memory::Slab slab = pool_->take(entry.layout.numel, entry.options);
-    started.works[b] = communicator_->all_gather(
-        slab.tensor,
-        entry.values.tensor(),
-        {"unit " + started.name + ", " + entry.what, bucket, steps_, training});
-    started.slabs[b] = std::move(slab); // only what is on its way
+  }
+  gather(started, missing, training);
+}
+
+void ParameterManager::gather(Unit& unit, const std::vector<size_t>& positions, bool training) {
+  std::vector<comm::Gather> gathers;
+  for (const size_t b : positions) {
+    const BucketEntry& entry = table_.bucket(unit.buckets[b]);
+    unit.slabs[b] = pool_->take(entry.layout.numel, entry.options);
+    gathers.push_back(
+        {unit.slabs[b].tensor,
+         entry.values.tensor(),
+         {"unit " + unit.name + ", " + entry.what, unit.buckets[b], steps_, training}});
     live_numel_ += entry.layout.numel;
+  }
+  std::vector<comm::WorkPtr> works;
+  try {
+    works = communicator_->all_gather_together(std::move(gathers));
+  } catch (...) {
+    for (const size_t b : positions) { // nothing of it is on its way
+      release_bucket(unit, b);
+    }
+    throw;
+  }
+  for (size_t i = 0; i < works.size(); ++i) {
+    unit.works[positions[i]] = std::move(works[i]);
   }
 }
 

@@ -127,6 +127,7 @@ class ParameterManager {
   void use(int64_t unit, bool backward);
   void make_room(int64_t unit, const std::vector<int64_t>& soon);
   void start(int64_t unit, bool training);
+  void gather(Unit& unit, const std::vector<size_t>& positions, bool training);
   void land(int64_t unit);
   void release(int64_t unit) noexcept;
   void release_bucket(Unit& unit, size_t position) noexcept;
