@@ -1,6 +1,7 @@
 # The commands of the project. Variables: VENV (the environment), TORCH (what pip
 # installs there as torch, say TORCH=torch==2.13.0), RANKS, STAGE and ARGS (of
-# train), SANITIZE (address,undefined or thread).
+# train; of bench), SANITIZE (address,undefined or thread), PEERS (of bench: torch,
+# or all, which installs DeepSpeed into PEERS_VENV).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,6 +13,8 @@ RANKS ?= 2
 STAGE ?= 3
 ARGS ?=
 SANITIZE ?= address,undefined
+PEERS ?= torch
+PEERS_VENV ?= .venv-peers
 
 BIN := $(VENV)/bin
 PYTHON := $(BIN)/python
@@ -29,7 +32,8 @@ TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/kernels
 TIDY_FLAGS = --quiet --extra-arg=-idirafter$(dir $(shell g++ -print-file-name=include/omp.h)) \
   --extra-arg=-Wno-deprecated-declarations --extra-arg=-Wno-unknown-pragmas
 
-.PHONY: build dependencies nvcc system-packages train train-cpp test quick bench sanitize lint stubs format clean
+.PHONY: build dependencies nvcc system-packages train train-cpp test quick bench peers instructions \
+  sanitize lint stubs format clean
 
 build: dependencies system-packages
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -63,13 +67,15 @@ nvcc: dependencies
 $(PYTHON):
 	python3 -m venv $(VENV)
 
-# Catch2 for the C++ tests, nlohmann/json for the library's build.
+# Catch2 for the C++ tests, nlohmann/json for the library's build, valgrind for what
+# counts instructions.
 system-packages:
 	@missing=; \
 	has() { for folder in /usr/include /usr/local/include; do \
 	  if compgen -G "$$folder/$$1" > /dev/null; then return 0; fi; done; return 1; }; \
 	has 'catch2/catch*.hpp' || missing="$$missing catch2"; \
 	has nlohmann/json.hpp || missing="$$missing nlohmann-json3-dev"; \
+	has valgrind/callgrind.h || missing="$$missing valgrind"; \
 	if [ -n "$$missing" ]; then \
 	  [ "$$(id -u)" = 0 ] || { echo "packages are missing: sudo apt-get install$$missing" >&2; exit 1; }; \
 	  apt-get install -y -q $$missing || { apt-get update -q && apt-get install -y -q $$missing; }; \
@@ -91,8 +97,22 @@ quick: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 -m "not slow" tests/python tests/distributed
 
-bench: build
-	$(PYTHON) benchmarks/run.py $(ARGS)
+bench: build $(if $(filter all,$(PEERS)),peers)
+	$(PYTHON) benchmarks/run.py --peers $(PEERS) $(ARGS)
+
+# DeepSpeed's own operators are not built: torch's optimizer steps in benchmarks.
+peers: dependencies
+	@torch="torch==$$($(PYTHON) -c "from importlib.metadata import version as v; print(v('torch').split('+')[0])")"; \
+	if [[ "$$(cat $(PEERS_VENV)/.installed 2> /dev/null)" != "$$torch" ]]; then \
+	  python3 -m venv $(PEERS_VENV) && \
+	  $(PEERS_VENV)/bin/python -m pip install -q "$$torch" numpy setuptools wheel ninja && \
+	  DS_BUILD_OPS=0 $(PEERS_VENV)/bin/python -m pip install -q --no-build-isolation deepspeed && \
+	  echo "$$torch" > $(PEERS_VENV)/.installed; \
+	fi
+
+# ARGS=--update after a change that makes steps cheaper, or dearer for a reason.
+instructions: build
+	$(PYTHON) benchmarks/instructions.py $(or $(ARGS),--check)
 
 sanitize: dependencies system-packages
 	PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B $(SANITIZED) -DZERO_SANITIZE=$(SANITIZE) \

@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from train_step import GPT
+from models import GPT
 
 import zero_torch as zero
 

@@ -1,6 +1,6 @@
 """Saving and loading a GPT with AdamW's state, against plain writes and torch's own ways.
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--model large|xl] [--rounds 3] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--model large|xl] [--rounds 3]
 
     zero        zero.save and zero.load at --stage (3), all ranks
     torch.save  rank 0 saves the whole state dicts of a replicated model, and flushes the file
@@ -22,7 +22,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,12 +29,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plots
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import ROOT, free_port, note_if_not_quiet
+from common import ROOT, run_ranks
+from memory_use import reset_peak, status_mb
+from models import GPT, Block
+from results import Result, parser_of, spread
+from strategies import wrap
 from torch import nn
-from train_step import GPT, status, wrap
 
 WAYS = ["zero", "torch.save", "dcp"]
 MODELS = {
@@ -63,7 +66,8 @@ class Way:
         self.unit_bytes = sum(p.nbytes for p in model.blocks[0].parameters())
         self.name, self.path = name, options.folder / "saved"
         strategy = {"zero": f"zero{options.stage}", "torch.save": "ddp_fused", "dcp": "fsdp2"}[name]
-        self.model, self.opt = wrap(strategy, model)
+        trainer = wrap(strategy, model, Block)
+        self.model, self.opt = trainer.model, trainer.optimizer
         tokens = torch.randint(0, VOCABULARY, (1, 9))
         logits = self.model(tokens[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -154,13 +158,13 @@ class PlainWrite:
 def timed(call: Call) -> tuple[float, float]:
     """(seconds from the first rank's beginning to the last one's end, MB of extra memory)."""
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-    before = status("VmRSS")
+    reset_peak()
+    before = status_mb("VmRSS")
     began = time.perf_counter()
     call()
     dist.barrier()
     seconds = time.perf_counter() - began
-    extra = torch.tensor([(status("VmHWM") - before) * 1.024**2])
+    extra = torch.tensor([(status_mb("VmHWM") - before) * 1.024**2])
     dist.all_reduce(extra, dist.ReduceOp.MAX)
     return seconds, extra.item()
 
@@ -218,18 +222,7 @@ def measure(way: str, options: argparse.Namespace, folder: str) -> dict[str, Any
     for name, value in MODELS[options.model].items():
         command += [f"--{name}", str(value)]
     command += ["--repeats", str(options.repeats), "--stage", str(options.stage)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(options.ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
-        environment = {**os.environ, **shared, **place}
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    outputs = [process.communicate(timeout=1800)[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{way} failed")
-    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    found: dict[str, Any] = run_ranks(command, options.ranks, 1800)
     return found
 
 
@@ -255,22 +248,21 @@ def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def print_table(results: dict[str, dict[str, Any]]) -> None:
-    print(f"{'way':11s} {'':17s} {'MB/s':>7s} {'min - max':>15s} {'to plain':>9s} {'extra MB':>9s}")
-    for way, result in results.items():
-        label = way
-        for what, rates in result["mb_per_second"].items():
-            spread = f"{rates['min']:.0f} - {rates['max']:.0f}"
-            ratio = f"{result['save_to_plain']:9.2f}" if what == "save" else " " * 9
-            print(
-                f"{label:11s} {what:17s} {rates['median']:7.0f} {spread:>15s} {ratio} "
-                f"{result['extra_mb'][what]:9.1f}"
-            )
-            label = ""
+def add_table(result: Result, results: dict[str, dict[str, Any]], title: str) -> None:
+    rows = []
+    for way, found in results.items():
+        for what, seconds in found["seconds"].items():
+            rates = [found["bytes"] / MB / took for took in seconds]
+            ratio = f"{found['save_to_plain']:.2f}" if what == "save" else ""
+            extra = f"{found['extra_mb'][what]:.1f}"
+            rows.append([f"{way}, {what}", spread(rates, 0), ratio, extra])
+    result.table(
+        result.name, f"Checkpoints, {title}", ["", "MB/s", "to plain writes", "extra MB"], rows
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse() -> argparse.Namespace:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=MODELS, default="large")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--stage", type=int, default=3, help="of zero")
@@ -280,30 +272,43 @@ def main() -> None:
     parser.add_argument(
         "--parent", type=Path, default=ROOT / "build", help="on the disk to measure"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--way", choices=WAYS, help="this is a rank of it")
     parser.add_argument("--folder", type=Path, help="of a rank")
     parser.add_argument("--layers", type=int, help="of a rank")
     parser.add_argument("--dim", type=int, help="of a rank")
     options = parser.parse_args()
+    if options.quick:
+        options.model, options.rounds, options.repeats = "small", 1, 1
+    return options
+
+
+def main() -> None:
+    options = parse()
     if options.way:
         run_rank(options)
         return
-    note_if_not_quiet()
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    result = Result(f"checkpoint-{options.model}", options)
     with tempfile.TemporaryDirectory(dir=options.parent, prefix="checkpoint-") as folder:
-        for _ in range(options.rounds):
-            for way, found in runs.items():
-                found.append(measure(way, options, folder))
-    results = {way: joined(found) for way, found in runs.items()}
+
+        def run(_: int) -> dict[str, Any]:
+            return {way: measure(way, options, folder) for way in options.ways}
+
+        rounds = result.rounds(options.rounds, run)
+    results = {way: joined([found[way] for found in rounds]) for way in options.ways}
     first = next(iter(results.values()))
-    print(
+    title = (
         f"{first['bytes'] / MB:.0f} MB of parameters and moments, {options.ranks} ranks, zero at "
         f"stage {options.stage}; a unit has {first['unit_bytes'] / MB:.0f} MB"
     )
-    print_table(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    add_table(result, results, title)
+    result.data = results
+    rates = {
+        f"{way}, {what}": [found["bytes"] / MB / took for took in seconds]
+        for way, found in results.items()
+        for what, seconds in found["seconds"].items()
+    }
+    plots.bars(result.plot, {"checkpoints": rates}, "MB/s")
+    result.write()
 
 
 if __name__ == "__main__":

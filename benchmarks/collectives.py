@@ -1,7 +1,7 @@
 """Collectives between processes of one host: torch's own Gloo group, Zero over Gloo ("group") and
 over the host's memory ("host"), in one interleaved run.
 
-    python benchmarks/collectives.py [--ranks 2 4] [--rounds 9] [--json FILE] [--plot FILE]
+    python benchmarks/collectives.py [--ranks 2 4] [--rounds 9]
 
 A time is that of one call that is waited for at once, from when the first rank began to when the
 last one ended. A bandwidth is the whole tensor's bytes by that time. "memcpy" copies the bytes that
@@ -15,18 +15,16 @@ median over rounds of host's time by this way's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from common import add_program, check_program, figures_of, free_port, note_if_not_quiet
+from common import add_program, check_program, figures_of, run_ranks
+from plots import BLUE, GREY, ORANGE, PALE_BLUE, pyplot, save, tidy
+from results import Result, parser_of
 
-BLUE, PALE_BLUE, ORANGE, GREY = "#2f6db5", "#9dbfe3", "#e07b39", "#b9c0c8"
 COLORS = {"gloo": ORANGE, "group": PALE_BLUE, "host": BLUE, "memcpy": GREY}
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 DTYPES = {"Float": "fp32", "BFloat16": "bf16"}
@@ -38,29 +36,7 @@ Case = dict[str, Any]  # one of its "cases"
 
 def measure(program: Path, ranks: int, arguments: list[str], limit: float) -> Run:
     """One start of the program; what rank 0 printed, with a summary of each case."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            processes.append(
-                subprocess.Popen(
-                    [str(program), *arguments],
-                    env={**os.environ, **shared, **place},
-                    stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
-                    text=True,
-                )
-            )
-        output = processes[0].communicate(timeout=limit)[0]
-        codes = [process.wait(timeout=60) for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{ranks} ranks took more than {error.timeout:.0f} s") from error
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise RuntimeError(f"{ranks} ranks ended with {codes}; see their output above")
-    run: Run = json.loads(output)
+    run: Run = run_ranks([str(program), *arguments], ranks, limit)
     for case in run["cases"]:
         case["summary"] = summary(case)
     return run
@@ -85,27 +61,31 @@ def size_of(case: Case) -> str:
     return f"{case['bytes'] / MIB:.0f} MiB" if case["bytes"] >= MIB else f"{case['bytes']} B"
 
 
-def print_table(run: Run) -> None:
-    transports = ", ".join(run["transports"].values())
-    print(f"\n{run['ranks']} ranks, {run['rounds']} rounds; {transports}; torch {run['torch']}")
-    print(
-        f"{'collective':15s}{'type':6s}{'tensor':>7s}  {'way':7s}{'median':>10s}    "
-        f"{'min - max':17s} {'GiB/s':>6s} {'host/this':>9s}"
-    )
+def add_table(result: Result, run: Run) -> None:
+    rows = []
     for case in run["cases"]:
         large = case["bytes"] >= MIB
         unit, scale, digits = ("ms", 1e3, 3) if large else ("us", 1e6, 1)
         dtype = DTYPES[case["dtype"]] if case["bytes"] else ""
-        label = f"{case['collective']:15s}{dtype:6s}{size_of(case):>7s}"
         for way, figures in case["summary"].items():
             low, high = figures["min"] * scale, figures["max"] * scale
-            bandwidth = f"{figures['gib_per_second']:6.2f}" if large else " " * 6
-            ratio = f"{figures['host_to_this']:9.3f}" if way != "host" else ""
-            print(
-                f"{label}  {way:7s}{figures['median'] * scale:10.{digits}f} {unit} "
-                f"{f'{low:.{digits}f} - {high:.{digits}f}':18s} {bandwidth} {ratio}".rstrip()
+            middle = f"{figures['median'] * scale:.{digits}f}"
+            rows.append(
+                [
+                    " ".join(f"{case['collective']} {dtype} {size_of(case)}, {way}".split()),
+                    f"{middle} ({low:.{digits}f}-{high:.{digits}f}) {unit}",
+                    f"{figures['gib_per_second']:.2f}" if large else "",
+                    f"{figures['host_to_this']:.3f}" if way != "host" else "",
+                ]
             )
-            label = " " * len(label)
+    transports = ", ".join(run["transports"].values())
+    result.table(
+        f"collectives-{run['ranks']}",
+        f"Collectives of {run['ranks']} ranks on one host (median and range of {run['rounds']} "
+        f"rounds; {transports})",
+        ["", "time", "GiB/s", "host / this"],
+        rows,
+    )
 
 
 # ---- the picture ----
@@ -137,9 +117,7 @@ def draw_bars(axes: Any, cases: list[Case], unit: str) -> None:
         )
     axes.set_yscale("log")
     axes.set_ylabel(unit)
-    axes.grid(axis="y", color="#e6e8eb")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
+    tidy(axes)
 
 
 def draw_run(row: Any, run: Run) -> None:
@@ -161,10 +139,7 @@ def draw_run(row: Any, run: Run) -> None:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     figure, rows = plt.subplots(
@@ -184,34 +159,32 @@ def draw(runs: list[Run], path: Path) -> None:
         frameon=False,
         title="Collectives on one host: bytes of the tensor by median time; lines span all rounds",
     )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64], help="sizes of tensors")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--plot", type=Path)
     add_program(parser, "bench_collectives")
-    arguments = parser.parse_args()
-    check_program(arguments.program)
-    cores = len(os.sched_getaffinity(0))
-    note_if_not_quiet()
-    print(f"{cores} cores")
+    options = parser.parse_args()
+    check_program(options.program)
+    if options.quick:
+        options.ranks, options.mib, options.rounds = [2], [1], 2
+    result = Result("collectives", options)
     runs = []
-    for ranks in arguments.ranks:
-        numbers = [str(number) for number in (arguments.rounds, *arguments.mib)]
+    for ranks in options.ranks:
+        numbers = [str(number) for number in (options.rounds, *options.mib)]
         try:
-            runs.append(measure(arguments.program, ranks, numbers, arguments.limit))
+            runs.append(measure(options.program, ranks, numbers, options.limit))
         except RuntimeError as error:
             sys.exit(str(error))
-        print_table(runs[-1])
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"cores": cores, "runs": runs}, indent=1))
-    if arguments.plot:
-        draw(runs, arguments.plot)
+        result.lap()
+        add_table(result, runs[-1])
+    result.data = {"cores": len(os.sched_getaffinity(0)), "runs": runs}
+    draw(runs, result.plot)
+    result.write()
 
 
 if __name__ == "__main__":

@@ -1,91 +1,80 @@
-"""Step time and memory of Zero against plain torch and torch's own data-parallel
-systems: the same model and data, in one interleaved run.
+"""Runs all benchmarks, or those named, and writes one page of results.
 
-    python benchmarks/run.py [--model small|large] [--rounds 3] [--json FILE]
+    python benchmarks/run.py [NAME ...] [--quick] [--results DIR] [--peers all] [--again]
 
-Prints a table of medians as ratios to one plain process (AdamW as torch defaults
-it) that ran in the same round, and each rank's peak memory over an idle torch
-process. Don't run anything else on the machine.
+`make bench` is this after a build. Every benchmark writes tables, JSON and a plot into the folder
+of results (by default benchmarks/results/DATE); README.md there has all tables, the machine, the
+versions and the commands. What is in the folder already is not measured again without --again, and
+a benchmark that was stopped goes on after its last finished round. A whole run takes hours: don't
+use the machine meanwhile. --quick shows in minutes that everything works, with meaningless
+numbers, in a folder of its own.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-from common import free_port, note_if_not_quiet
+from common import HERE
+from page import write_page
+from results import parser_of
 
-HERE = Path(__file__).parent
-STRATEGIES = [
-    "plain",
-    "plain_fused",
-    "ddp",
-    "ddp_fused",
-    "zero_redundancy",
-    "fsdp2",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-]
-MODELS = {
-    "small": {"layers": 6, "dim": 256, "batch": 4, "vocab": 1024},  # 5.3 M parameters
-    "large": {"layers": 8, "dim": 768, "batch": 1, "context": 64, "vocab": 1024},  # 58 M
+# By name: the file, its arguments, and what it writes (without .json).
+BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
+    "instructions": (["instructions.py"], ["instructions"]),
+    "kernels": (["kernels.py"], ["kernels"]),
+    "collectives": (["collectives.py"], ["collectives"]),
+    "overhead": (["overhead.py"], ["overhead"]),
+    "startup": (["startup.py"], ["startup"]),
+    "steps": (["steps.py"], ["steps-small", "steps-large", "steps-many"]),
+    "steps-4": (
+        ["steps.py", "--ranks", "4", "--tasks", "small", "--rounds", "3"],
+        ["steps-small-4"],
+    ),
+    "memory": (["memory.py"], ["memory-small", "memory-large"]),
+    "traffic": (["traffic.py"], ["traffic"]),
+    "ranks": (["ranks.py"], ["ranks"]),
+    "checkpoint": (["checkpoint.py"], ["checkpoint-large"]),
+    "scaling_model": (["scaling_model.py"], ["scaling_model"]),
 }
+WITH_PEERS = ("steps", "steps-4", "memory", "traffic")
+ALWAYS = ("scaling_model",)  # reads what the others wrote
 
 
-def measure(strategy: str, options: dict[str, int], steps: int, ranks: int) -> dict[str, float]:
-    """One run of `steps` steps; what rank 0 measured."""
-    world = 1 if strategy.startswith("plain") else ranks
-    command = [sys.executable, str(HERE / "train_step.py"), strategy, "--steps", str(steps)]
-    for name, value in options.items():
-        command += [f"--{name}", str(value)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(world):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        processes.append(
-            subprocess.Popen(
-                command, env={**os.environ, **shared, **place}, stdout=subprocess.PIPE, text=True
-            )
-        )
-    outputs = [process.communicate(timeout=600)[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{strategy} failed")
-    return json.loads(outputs[0].splitlines()[-1])
+def command_of(name: str, arguments: list[str], shared: list[str], peers: str) -> list[str]:
+    file, *more = arguments
+    with_peers = ["--peers", peers] if name in WITH_PEERS else []
+    return [sys.executable, str(HERE / file), *more, *with_peers, *shared]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps in a round")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    note_if_not_quiet()
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.strategies}
-    for _ in range(arguments.rounds):
-        for name, runs in results.items():
-            options = MODELS[arguments.model]
-            runs.append(measure(name, options, arguments.steps, arguments.ranks))
-    plain = [run["seconds"] for run in results.get("plain", [])]
-    print(f"{'strategy':16s} {'ms a step':>10s} {'to plain':>9s} {'spread':>13s} {'peak MB':>8s}")
-    for name, runs in results.items():
-        seconds = [run["seconds"] for run in runs]
-        ratios = [a / b for a, b in zip(seconds, plain, strict=True)] if plain else []
-        ratio = f"{statistics.median(ratios):9.3f}" if ratios else " " * 9
-        spread = f"{min(ratios):6.3f}-{max(ratios):6.3f}" if ratios else " " * 13
-        peak = max(run["peak_mb"] for run in runs)
-        print(f"{name:16s} {statistics.median(seconds) * 1e3:10.1f} {ratio} {spread} {peak:8.0f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+    parser = parser_of(__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument("--peers", choices=["torch", "all"], default="torch")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(BENCHMARKS))
+    if unknown:
+        parser.error(f"expected names of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}")
+    if options.quick and options.results == parser.get_default("results"):
+        options.results = options.results.with_name(f"{options.results.name}-quick")
+    shared = ["--results", str(options.results)]
+    shared += ["--quick"] * options.quick + ["--again"] * options.again
+    failed = []
+    print(f"results: {options.results}")
+    for name in options.names or BENCHMARKS:
+        arguments, written = BENCHMARKS[name]
+        done = all((options.results / f"{part}.json").is_file() for part in written)
+        if done and not options.again and name not in ALWAYS:
+            print(f"{name}: is in {options.results} already")
+            continue
+        command = command_of(name, arguments, shared, options.peers)
+        print(f"\n==== {name}: {shlex.join(command)}", flush=True)
+        if subprocess.run(command).returncode:
+            failed.append(name)
+    print(f"\nAll tables: {write_page(options.results)}")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

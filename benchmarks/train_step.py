@@ -1,135 +1,148 @@
-"""One rank of a benchmark run: trains a GPT by one strategy, prints JSON."""
+"""A rank of benchmarks: trains a model of models.py by a strategy of strategies.py, prints JSON.
+
+seconds            of each timed step
+forward_backward   median seconds of forward and backward; what is left is the optimizer's step
+memory             MB over this process when it was idle (torch loaded, group there, no model)
+traffic            bytes that all ranks sent through loopback, a step and rank (--count-bytes)
+report             Zero's own account
+loss               of the last step, as a hexadecimal float
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from memory_use import PeakPss, reset_peak, status_mb
+from models import TASKS, Task
+from sockets import loopback_bytes
+from strategies import SINGLE, Trainer, stage_of, wrap
 from torch import nn
 
-
-class Block(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.attention_norm(x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+WARMUP = 3
 
 
-class GPT(nn.Module):
-    def __init__(self, vocab: int, dim: int, layers: int, context: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, dim), nn.Embedding(context, dim)
-        self.blocks = nn.ModuleList([Block(dim, max(1, dim // 64)) for _ in range(layers)])
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+def timed_steps(
+    trainer: Trainer, task: Task, generator: torch.Generator, steps: int
+) -> tuple[list[float], list[float], torch.Tensor]:
+    """(seconds of each step, of its forward and backward, the last loss)."""
+    whole, first = [], []
+    loss = torch.zeros(())
+    for _ in range(steps):
+        began = time.perf_counter()
+        loss = task.loss(trainer.model, generator)
+        trainer.backward(loss)
+        first.append(time.perf_counter() - began)
+        trainer.step()
+        whole.append(time.perf_counter() - began)
+    trainer.finish()
+    return whole, first, loss.detach()
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+
+def copy_seconds(numel: int, repeats: int) -> list[float]:
+    """Of copying fp32 elements from private memory to private memory."""
+    source, target = torch.ones(numel), torch.zeros(numel)
+    seconds = []
+    for _ in range(WARMUP + repeats):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return seconds[WARMUP:]
 
 
-def adamw(model: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True if fused else None)
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
-def wrap(strategy: str, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if strategy.startswith("zero") and strategy[4:].isdigit():
+class ByteCounter:
+    """Bytes through loopback between two barriers, less what barriers cost themselves."""
+
+    def __init__(self) -> None:
+        self.idle = 0.0
+        self.idle = min(self._window(lambda: None) for _ in range(3))
+
+    def _window(self, run: Any) -> float:
+        barrier()
+        before = loopback_bytes()
+        barrier()
+        run()
+        barrier()
+        return loopback_bytes() - before - self.idle
+
+    def of(self, run: Any, steps: int) -> float:
+        return self._window(run) / (steps * dist.get_world_size())
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    task = TASKS[options.task]
+    nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()
+    barrier()
+    idle = {"rss": status_mb("VmRSS"), "pss": PeakPss.now()}
+    torch.manual_seed(0)
+    model = task.make()
+    numel = sum(p.numel() for p in model.parameters())
+    trainer = wrap(options.strategy, model, task.block)
+    generator = torch.Generator().manual_seed(1 + options.rank)
+    timed_steps(trainer, task, generator, WARMUP)
+    gc.collect()
+    barrier()
+    result: dict[str, Any] = {"numel": numel}
+    if options.count_bytes:
+        counter = ByteCounter()
+        result["traffic"] = counter.of(
+            lambda: timed_steps(trainer, task, generator, options.steps), options.steps
+        )
+    reset_peak()
+    with PeakPss(enabled=options.pss) as pss:
+        seconds, first, loss = timed_steps(trainer, task, generator, options.steps)
+        peak = status_mb("VmHWM")
+    result |= {
+        "seconds": seconds,
+        "forward_backward": statistics.median(first),
+        "loss": loss.item().hex(),
+        "memory": {"peak_rss": peak - idle["rss"], "rss": status_mb("VmRSS") - idle["rss"]},
+    }
+    if options.pss:
+        result["memory"]["peak_pss"] = pss.peak - idle["pss"]
+    if stage_of(options.strategy) is not None:
         import zero_torch as zero
 
-        return model, zero.ZeroOptimizer(model, stage=int(strategy[4:]), lr=1e-3)
-    if strategy.startswith("plain"):
-        return model, adamw(model, strategy.endswith("fused"))
-    if strategy == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model, adamw(model)
-    from torch.nn.parallel import DistributedDataParallel
-
-    wrapped = DistributedDataParallel(model)
-    if strategy == "zero_redundancy":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    return wrapped, adamw(wrapped, strategy.endswith("fused"))
-
-
-def status(key: str) -> float:
-    """A field of this process's status, in MB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) / 1024
-    raise KeyError(key)
-
-
-def timed(step: Callable[[int], None], warmup: int, steps: int) -> list[float]:
-    seconds = []
-    for index in range(warmup + steps):
-        if index == warmup:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-        began = time.perf_counter()
-        step(index)
-        seconds.append(time.perf_counter() - began)
-    return seconds[warmup:]
+        report = zero.report(trainer.optimizer)
+        result["report"] = {"steps": report.steps, "transport": report.transport}
+        result["report"] |= report.as_dict()
+    return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("strategy")
-    defaults = {"layers": 6, "dim": 256, "batch": 4, "context": 128, "vocab": 1024, "steps": 10}
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    arguments = parser.parse_args()
+    parser.add_argument("--task", choices=TASKS, default="small")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--pss", action="store_true", help="sample the proportional set size")
+    parser.add_argument("--count-bytes", action="store_true")
+    parser.add_argument("--copy-numel", type=int, default=0, help="of strategy memcpy")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if not arguments.strategy.startswith("plain"):
-        dist.init_process_group("gloo", rank=rank, world_size=world)
-    nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()
-    idle = status("VmRSS")
-    torch.manual_seed(0)
-    model, optimizer = wrap(
-        arguments.strategy,
-        GPT(arguments.vocab, arguments.dim, arguments.layers, arguments.context),
-    )
-    generator = torch.Generator().manual_seed(1 + rank)
-    shape = (3 + arguments.steps, arguments.batch, arguments.context + 1)
-    data = torch.randint(0, arguments.vocab, shape, generator=generator)
-
-    def step(index: int) -> None:
-        tokens = data[index]
-        logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    seconds = timed(step, 3, arguments.steps)
-    result = {"seconds": statistics.median(seconds), "peak_mb": status("VmHWM") - idle}
-    if rank == 0:
+    options.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if options.strategy not in SINGLE:
+        dist.init_process_group("gloo", rank=options.rank, world_size=world)
+    if options.strategy == "memcpy":
+        barrier()
+        result = {"seconds": copy_seconds(options.copy_numel, options.steps)}
+    else:
+        result = train(options)
+    barrier()
+    if options.rank == 0:
         print(json.dumps(result), flush=True)
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 
