@@ -91,11 +91,11 @@ train-cpp: build
 
 test: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 tests/python tests/distributed
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 tests/python tests/distributed tests/gpu
 
 quick: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 -m "not slow" tests/python tests/distributed
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 -m "not slow" tests/python tests/distributed tests/gpu
 
 bench: build $(if $(filter all,$(PEERS)),peers)
 	$(PYTHON) benchmarks/run.py --peers $(PEERS) $(ARGS)

@@ -49,6 +49,21 @@ foreach(name IN LISTS ZERO_FAKE_DEVICE_TESTS)
   target_link_libraries(${name} PRIVATE fake_device)
 endforeach()
 
+# The same for tests in Python. Zero itself is the library that zero_torch has loaded: the
+# linker finds it by its name.
+if(ZERO_BUILD_PYTHON)
+  add_library(zero_fake_device MODULE ${ZERO_FAKE_DEVICE_MODULE_SOURCE})
+  zero_target_defaults(zero_fake_device)
+  set_target_properties(zero_fake_device PROPERTIES PREFIX "" SUFFIX ".${Python3_SOABI}.so")
+  target_compile_definitions(
+    zero_fake_device PRIVATE TORCH_EXTENSION_NAME=zero_fake_device
+                             TORCH_API_INCLUDE_EXTENSION_H)
+  target_include_directories(zero_fake_device SYSTEM PRIVATE ${Python3_INCLUDE_DIRS})
+  target_link_libraries(
+    zero_fake_device PRIVATE fake_device zero_host_device zero
+                             ${ZERO_TORCH_ROOT}/lib/libtorch_python.so)
+endif()
+
 # Ranks that are processes.
 add_executable(host_worker ${ZERO_TEST_WORKER_SOURCE})
 zero_target_defaults(host_worker)

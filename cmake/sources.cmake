@@ -76,6 +76,7 @@ set(ZERO_SOURCES
     zero/layout/flat_layout.cpp
     zero/layout/units.cpp
     zero/memory/account.cpp
+    zero/memory/copy_stream.cpp
     zero/memory/device_kernels.cpp
     zero/memory/device_streams.cpp
     zero/memory/elements.cpp
@@ -122,6 +123,9 @@ set(ZERO_SOURCES
     zero/sharding/gradients_step.cpp
     zero/sharding/gradients_join.cpp
     zero/sharding/gradients_unfreeze.cpp
+    zero/sharding/host_gradients.cpp
+    zero/sharding/host_shards.cpp
+    zero/sharding/host_weights.cpp
     zero/sharding/local_sums.cpp
     zero/sharding/master_weights.cpp
     zero/sharding/optimizer_state.cpp
@@ -198,6 +202,8 @@ set(ZERO_TEST_SOURCES
     tests/cpp/test_memory.cpp
     tests/cpp/test_nccl_group.cpp
     tests/cpp/test_mixed.cpp
+    tests/cpp/test_offload.cpp
+    tests/cpp/test_offload_state.cpp
     tests/cpp/test_parity.cpp
     tests/cpp/test_rules.cpp
     tests/cpp/test_save_load.cpp
@@ -219,10 +225,13 @@ set(ZERO_FAKE_DEVICE_SOURCES
     tests/cpp/fake_device/memory.cpp
     tests/cpp/fake_device/operators.cpp
     tests/cpp/fake_device/trace.cpp)
+set(ZERO_FAKE_DEVICE_MODULE_SOURCE tests/cpp/fake_device/python_module.cpp)
 set(ZERO_FAKE_DEVICE_TESTS
     test_device_features
     test_device_streams
     test_device_training
     test_fake_backend
     test_fake_device
-    test_fake_kernels)
+    test_fake_kernels
+    test_offload
+    test_offload_state)

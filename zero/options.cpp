@@ -13,23 +13,18 @@ void at_least(const char* name, T value, T least) {
       value >= least, "[zero.options] expected ", name, " >= ", least, ", got ", value);
 }
 
-template <typename T>
-void not_built(const char* name, const T& value, bool is_default) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      is_default,
-      "[zero.options] ",
-      name,
-      "=",
-      value,
-      " is not built yet; leave it at its default");
-}
-
-void not_built(const char* name, const std::optional<std::string>& value) {
-  not_built(name, value.value_or("unset"), !value.has_value());
-}
-
-void check_unbuilt(const Options& options) {
-  not_built("offload", options.offload);
+void check_offload(const Options& options) {
+  const auto& offload = options.offload;
+  TORCH_CHECK_VALUE(
+      !offload || *offload == "optimizer" || *offload == "parameters",
+      "[zero.options] expected offload to be unset, optimizer or parameters, got ",
+      offload.value_or(""));
+  TORCH_CHECK_VALUE(
+      offload != "parameters" || options.stage == 3,
+      "[zero.options] expected stage 3 with offload=\"parameters\", which keeps shards of "
+      "parameters on the host, got stage ",
+      options.stage,
+      "; choose offload=\"optimizer\", or stage 3");
 }
 
 void check_groups(const Options& options) {
@@ -155,7 +150,7 @@ void Options::validate() const {
       on_nonfinite);
   check_dtypes(*this);
   check_groups(*this);
-  check_unbuilt(*this);
+  check_offload(*this);
 }
 
 void validate(const Rule& rule) {

@@ -90,7 +90,7 @@ def _restore(value: dict[str, Any]) -> Any:
         return {key: item for key, item in content}  # noqa: C416
     if mark == _TENSOR:
         dtype, shape, data = content
-        flat = torch.tensor(list(_decoded(data)), dtype=torch.uint8)
+        flat = torch.tensor(list(_decoded(data)), dtype=torch.uint8, device="cpu")
         return flat.view(getattr(torch, dtype)).reshape(shape)
     return io.BytesIO(_decoded(content)) if mark == _STREAM else _decoded(content)
 

@@ -42,6 +42,11 @@ class Collected:
             for name, item in zip(names, group["params"], strict=True)
         ]
 
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next(parameter.device for _, parameter, _ in self.named())
+
     def replace(self, parameters: Sequence[torch.Tensor]) -> None:
         """Other tensors in place of the parameters, in order."""
         rest = iter(parameters)

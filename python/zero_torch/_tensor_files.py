@@ -171,7 +171,7 @@ class DistributedFiles(StoredTensors):
         entry: Any = self._metadata.state_dict_metadata[key]
         value = None
         if hasattr(entry, "size"):
-            value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         values = {key: value}
         planner = DefaultLoadPlanner()
         planner.set_up_planner(values, self._metadata, is_coordinator=True)

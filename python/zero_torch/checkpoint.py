@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
-import sys
 import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import _C, _extra_state, _names, _registry, _weights, _wire
+from . import _C, _extra_state, _names, _random_states, _registry, _weights, _wire
 from ._distributed_state import SavedOptimizer
 from ._manifest_json import from_json, to_exact_json, to_json
 from .ema import EMA
@@ -109,7 +107,7 @@ def _arguments(
     if ema is not None:
         foreign = foreign + _C.averages_of(_core_of(ema), engine)
     scalars: dict[str, Any] = {
-        "rng": _random_states(engine),
+        "rng": _random_states.of_all(engine),
         "scaler": None if scaler is None else scaler.state_dict(),
         "ema": None if ema is None else {"decay": ema.decay, "updates": ema.updates},
         "extra_state": to_exact_json("extra_state", _extra_state.of(model)),
@@ -200,7 +198,7 @@ def load(
         states = scalars.get("rng") or []
         rank = 0 if engine is None else engine.rank
         if rank < len(states):
-            _set_random_states(states[rank])
+            _random_states.restore(states[rank], engine)
     return from_json(checkpoint.extra)
 
 
@@ -347,27 +345,3 @@ def _shortened(names: list[str] | None) -> str:
     if names is None:
         return "no such group"
     return repr(names) if len(names) <= 4 else f"{names[:3]} and {len(names) - 3} more"
-
-
-def _random_states(engine: _C.Engine | None) -> list[Any]:
-    """By rank."""
-    own: dict[str, Any] = {
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "python": random.getstate(),
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        own["numpy"] = [kind, keys.tolist(), *rest]
-    return [own] if engine is None else _wire.exchange(engine, own)
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8))
-    if "python" in states:  # C++ has none
-        version, internal, gauss = states["python"]
-        random.setstate((version, tuple(internal), gauss))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in states:
-        kind, keys, *rest = states["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

@@ -63,7 +63,9 @@ class ZeroConfig:
     """True: the mean of the ranks' gradients; False: their sum."""
     transport: str = "auto"
     """"host": ranks of one host read each other's memory; "group": point to point over Gloo;
-    "auto": the first where all ranks are on one host, else the second."""
+    "auto": the first where all ranks are on one host, else the second. Of parameters on a GPU:
+    "nccl", which "auto" takes for them with several ranks, needs a GPU for each rank; "host" and
+    "group" send them through the host, also from ranks that share a GPU."""
     timeout: float = 600.0
     """Seconds that a rank waits for its peers before it raises an error."""
     on_nonfinite: str = "ignore"
@@ -83,6 +85,9 @@ class ZeroConfig:
     and one backward a step only; clipping, norms, ``no_sync``, GradScaler and ``on_nonfinite`` need
     all gradients and are refused."""
     offload: str | None = None
+    """Of parameters on a device: "optimizer" keeps masters and state in the host's memory, where
+    the CPU steps them; "parameters", at stage 3, the shards of parameters too. None: all of it is
+    where the parameters are."""
     registered_buffers: bool = False
     """Not built yet."""
     shard_group: Any = None

@@ -27,14 +27,17 @@ _REMEDY = (
     "init_from= (a state dict or paths of files)"
 )
 _BUFFERS = "; a model built under zero_torch.deferred_init() keeps the values of its buffers"
+# Where constructors made the parameters that they hold on the meta device.
+_made_on = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
 def deferred_init() -> Iterator[None]:
     """Inside, modules that are constructed get their parameters on the meta device.
 
-    Shapes, dtypes, ``requires_grad``, attributes and ties are kept; each parameter has storage only
-    until it is registered. Buffers are real, also those that Python code computes and no state dict
+    Shapes, dtypes, ``requires_grad``, attributes and ties are kept, and the device: with
+    ``torch.device("cuda")`` around it, parameters are made there later. Each has storage only until
+    it is registered. Buffers are real, also those that Python code computes and no state dict
     holds, which plain ``torch.device("meta")`` loses.
 
     What a constructor writes into parameters is lost; values come later, from the modules'
@@ -53,6 +56,7 @@ def deferred_init() -> Iterator[None]:
         if given is not None and not given.is_meta and is_plain(given):
             if given not in replaced:
                 replaced[given] = like(given, torch.device("meta"))
+                _made_on[replaced[given]] = given.device
             self._parameters[name] = replaced[given]
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -63,7 +67,11 @@ def deferred_init() -> Iterator[None]:
 
 
 class Materializer:
-    """Gives the meta tensors of a module storage on ``device`` (default: cpu) and initial values.
+    """Gives the meta tensors of a module storage on ``device`` and initial values.
+
+    By default on the device that constructors used under ``deferred_init()``; of what was built on
+    the meta device otherwise, on the one device of the module's other tensors, or on torch's
+    default device.
 
     Real tensors are left as they are. Each module that holds meta tensors is initialized once,
     under no_grad, by the first of these that was given:
@@ -101,7 +109,7 @@ class Materializer:
         self._init_fn = init_fn
         self._init_from = init_from
         self._opened: Mapping[str, torch.Tensor] | None = None
-        self._device = torch.device("cpu" if device is None else device)
+        self._device = device
         self._pending = [
             (name, part)
             for name, part in constructed(module)
@@ -112,11 +120,26 @@ class Materializer:
         self._held = held_tensors(module, [part for _, part in self._pending])
         self._at = {(id(part), key): held for held in self._held for part, key in held.places}
         self._named = {n: held for held in self._held if held.is_parameter for n in held.names}
+        real = {held.tensor.device for held in self._held if not held.tensor.is_meta}
+        self._other = real.pop() if len(real) == 1 else torch.get_default_device()
 
     @property
     def needed(self) -> bool:
         """Whether any parameter or buffer is on the meta device."""
         return any(held.tensor.is_meta for held in self._held)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter that it makes."""
+        made = (held for held in self._held if held.is_parameter and held.was_meta)
+        first = next(made, None)
+        return self._other if first is None else self._device_of(first)
+
+    def _device_of(self, held: Held) -> torch.device:
+        if self._device is not None:
+            return self._device
+        device: torch.device = _made_on.get(held.tensor, self._other)
+        return device
 
     def check(self) -> None:
         """Raises ValueError for what can't be materialized, by name; changes nothing.
@@ -262,7 +285,7 @@ class Materializer:
         values = self._values()
         fresh = [(key, held) for key, held in self._own(index) if held.tensor.is_meta]
         for _, held in fresh:
-            held.allocate(self._device)
+            held.allocate(self._device_of(held))
         if self._init_fn is not None or values is None:
             self._compute(index, [key for key, held in fresh if not held.name_in(values or ())])
         if values is not None:

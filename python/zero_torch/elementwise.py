@@ -40,8 +40,14 @@ class Traits:
     per_parameter: frozenset[str]
 
 
-def examine(cls: Any, hyperparameters: dict[str, Any]) -> Traits:
-    """Raises TypeError or ValueError, with the reason, for a class that can't run on shards."""
+def examine(
+    cls: Any, hyperparameters: dict[str, Any], device: torch.device | None = None
+) -> Traits:
+    """Raises TypeError or ValueError, with the reason, for a class that can't run on shards.
+
+    It is tried on ``device`` (default: cpu), since some hyper-parameters are of one kind of device.
+    """
+    device = torch.device("cpu") if device is None or device.type == "meta" else device
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
             'expected optimizer to be "adamw", "adam", "sgd", "lion" or a torch.optim.Optimizer '
@@ -52,12 +58,15 @@ def examine(cls: Any, hyperparameters: dict[str, Any]) -> Traits:
             raise ValueError(
                 f"optimizer {cls.__name__} can't run on shards: {REFUSED[kind.__name__]}"
             )
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return _probe(cls, hyperparameters)
+    on_gpu = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu), torch.enable_grad():
+        return _probe(cls, hyperparameters, device)
 
 
-def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
-    start = [_values(shape, 1.0 + i) for i, shape in enumerate(_SHAPES)]
+def _probe(
+    cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any], device: torch.device
+) -> Traits:
+    start = [_values(shape, 1.0 + i, device) for i, shape in enumerate(_SHAPES)]
     whole = [torch.nn.Parameter(values.clone()) for values in start]
     halves = [
         [torch.nn.Parameter(piece.clone()) for piece in pieces]
@@ -73,7 +82,9 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         ) from error
     try:
         for step in (1, 2):
-            gradients = [_values(values.shape, 10.0 * step + i) for i, values in enumerate(start)]
+            gradients = [
+                _values(values.shape, 10.0 * step + i, device) for i, values in enumerate(start)
+            ]
             gradients[1] *= 100.0  # a norm over everything would be its norm
             _step(together, whole, gradients)
             pieces = zip(*(g.flatten().tensor_split(2) for g in gradients), strict=True)
@@ -87,11 +98,11 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
     return Traits(dict(together.defaults), _per_parameter(cls, together, whole[0]))
 
 
-def _values(shape: Any, seed: float) -> torch.Tensor:
+def _values(shape: Any, seed: float, device: torch.device) -> torch.Tensor:
     """Uneven values of both signs that need no random numbers."""
     count = torch.Size(shape).numel()
-    steps = torch.arange(1, count + 1, dtype=torch.float64)
-    return (torch.sin(steps * (1.7 + seed)) * (0.3 + 0.1 * steps)).view(shape)
+    steps = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
+    return (torch.sin(steps * (1.7 + seed)) * (0.3 + 0.1 * steps)).view(shape).to(device)
 
 
 def _step(optimizer: Any, parameters: list[Any], gradients: list[torch.Tensor]) -> None:

@@ -162,7 +162,7 @@ class ForeignRule:
         self._engine.make_trainable([i for i, name in enumerate(names) if states.get(name)])
         for index, name in enumerate(names):
             values: State = {
-                key: torch.tensor(value, dtype=torch.float32)
+                key: torch.tensor(value, dtype=torch.float32, device="cpu")
                 for key, value in scalars.get(name, {}).items()
             }
             for key in states.get(name, []):
@@ -234,15 +234,18 @@ class ForeignRule:
 
         Ranks without a part of a parameter learn it from those that have one.
         """
+        alone = self._engine.options.stage == 0
         own: dict[int, dict[str, tuple[torch.dtype | None, Any]]] = {}
         for index, part in self._parts.items():
             state = self.inner.state.get(part, {})
             if state:
                 own[index] = {
-                    key: (value.dtype, None) if self._is_split(key, value) else (None, value)
+                    key: (value.dtype, None)
+                    if self._is_split(key, value)
+                    else (None, value if alone else _on_cpu(value))
                     for key, value in state.items()
                 }
-        if self._engine.options.stage == 0:
+        if alone:
             return own
         merged: dict[int, dict[str, tuple[torch.dtype | None, Any]]] = {}
         for theirs in _wire.exchange(self._engine, own):
@@ -254,7 +257,10 @@ class ForeignRule:
         if dtype is None:
             return value.clone() if isinstance(value, torch.Tensor) else value
         part = self._parts.get(index)
-        own = torch.empty(0, dtype=dtype) if part is None else self.inner.state[part][key]
+        if part is None:
+            own = torch.empty(0, dtype=dtype, device=self._engine.device)
+        else:
+            own = self.inner.state[part][key]
         return self._engine.unshard(index, own)
 
     def _part_of(self, index: int, key: str, value: Any) -> Any:
@@ -266,10 +272,15 @@ class ForeignRule:
 def _scalars(group: dict[str, Any]) -> dict[str, Any]:
     """The hyper-parameters that are plain values, or tensors of one element (a learning rate)."""
     return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
+        key: _on_cpu(value)
         for key, value in _hyperparameters(group).items()
         if isinstance(value, bool | int | float | str | tuple | list | torch.Tensor | None)
     }
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy for other ranks, where a tensor would come to the device that it was on here."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         settings = {name: kw.pop(name) for name in FIELDS if name in kw}
         hyperparameters = kw if lr is None else {"lr": lr, **kw}
         self._engine: _C.Engine | None = None
+        materializer = None
         if isinstance(target, ZeroModule):
             given = {"config": config, "process_group": process_group, **settings}
             given["param_groups"] = param_groups
@@ -113,7 +114,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         else:
             if in_backward:
                 stepping.check_rule(optimizer)
-            traits = elementwise.examine(optimizer, hyperparameters)
+            traits = elementwise.examine(
+                optimizer,
+                hyperparameters,
+                collected.device if materializer is None else materializer.device,
+            )
             defaults = traits.defaults
         super().__init__(collected.groups, defaults)
         if isinstance(target, ZeroModule):
@@ -352,7 +357,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._engine
 
     def _scalar(self, value: float | torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(value, dtype=torch.float32, device=self._live.device)
+        if isinstance(value, torch.Tensor):
+            return value.to(self._live.device, torch.float32)
+        return torch.full((), value, dtype=torch.float32, device=self._live.device)
 
     def _check_parameters(self) -> None:
         if self._watch is not None:

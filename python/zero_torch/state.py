@@ -195,7 +195,11 @@ def _share_state(engine: _C.Engine, state_dict: dict[str, Any] | None) -> dict[s
     shared: dict[str, Any] = _wire.on_rank_0(engine, describe)
     if engine.rank != 0:
         for state in shared["state"].values():
-            tensors += [torch.empty(v.shape, dtype=v.dtype) for v in state.values() if _is_slot(v)]
+            tensors += [
+                torch.empty(v.shape, dtype=v.dtype, device="cpu")
+                for v in state.values()
+                if _is_slot(v)
+            ]
     engine.broadcast(tensors, 0)
     whole = iter(tensors)
     for state in shared["state"].values():

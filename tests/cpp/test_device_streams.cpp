@@ -8,6 +8,9 @@
 #include <map>
 #include <set>
 
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
 using namespace zero::test;
 using zero::fake::Entry;
 using zero::fake::Kind;
@@ -164,6 +167,46 @@ TEST_CASE("the next unit is gathered while this one computes", "[device]") {
     }
     REQUIRE(most > before);
     before = most;
+  }
+}
+
+TEST_CASE("training on a stream of the user's own", "[device]") {
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    INFO("stage " << stage);
+    use_fake_devices();
+    std::vector<State> weights(2);
+    for (const bool own : {false, true}) {
+      run_ranks(kRanks, [&](int64_t rank, const Group& group) {
+        const c10::Device device = zero::fake::device(static_cast<c10::DeviceIndex>(rank));
+        const auto model = std::make_shared<DeviceModel>(1, device);
+        zero::ZeroOptimizer optimizer(*model, options_of(stage), zero::AdamW{}, group);
+        const at::Tensor tokens = tokens_of(0, rank).to(device);
+        const c10::Stream before = zero::fake::current_stream(device.index());
+        const c10::Stream stream = own ? zero::fake::new_stream(device.index()) : before;
+        c10::Event made(device.type());
+        made.record(before);
+        made.block(stream);
+        {
+          const c10::StreamGuard guard(stream);
+          for (int64_t step = 0; step < 4; ++step) {
+            loss_of(*model, tokens).backward();
+            optimizer.clip_grad_norm_(1.0);
+            optimizer.step();
+            optimizer.zero_grad();
+          }
+          optimizer.synchronize();
+          if (rank == 0) {
+            optimizer.gathered([&] { weights[own ? 1 : 0] = on_cpu(weights_of(*model)); });
+          } else {
+            optimizer.gathered([] {});
+          }
+        }
+        made.record(stream);
+        made.block(before);
+      });
+      zero::fake::check();
+    }
+    REQUIRE(equal(weights[0], weights[1]));
   }
 }
 

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import devices
 import pytest
 
 LIMIT_S = 90.0
@@ -38,6 +39,7 @@ def _work(
     port: int,
     results: Any,
     environment: dict[str, str],
+    device: devices.Device | None,
     arguments: tuple,
 ) -> None:
     os.environ.clear()  # the server's, which is that of the first test
@@ -58,7 +60,11 @@ def _work(
     gc.freeze()  # tests collect often, and never what was imported
     try:
         zero.init()
-        results.put((rank, "value", function(rank, world, *arguments)))
+        if device is None:
+            value = function(rank, world, *arguments)
+        else:
+            value = devices.call(device, function, rank, world, *arguments)
+        results.put((rank, "value", value))
     except BaseException:
         results.put((rank, "error", traceback.format_exc()))
     results.close()
@@ -77,7 +83,16 @@ def start(
     processes = [
         context.Process(
             target=_work,
-            args=(function, rank, world, port, results, dict(os.environ), arguments),
+            args=(
+                function,
+                rank,
+                world,
+                port,
+                results,
+                dict(os.environ),
+                devices.current(),
+                arguments,
+            ),
             daemon=True,
         )
         for rank in range(world)
@@ -94,6 +109,8 @@ def run(
     limit_s: float = LIMIT_S,
     fresh: bool = False,
 ) -> list[Any]:
+    device = devices.current()
+    world = device.world if device is not None and device.world is not None else world
     processes, results = start(function, world, *arguments, fresh=fresh)
     outcome: dict[int, tuple[str, Any]] = {}
     deadline = time.monotonic() + limit_s

@@ -72,6 +72,19 @@ def make(**kw):
         ({"timeout": "1"}, TypeError, "timeout"),
         ({"on_nonfinite": "panic"}, ValueError, "on_nonfinite"),
         ({"step_in_backward": 1}, TypeError, "step_in_backward"),
+        ({"offload": True}, TypeError, "offload to be a str or None, got True"),
+        ({"offload": "disk"}, ValueError, "offload to be unset, optimizer or parameters.*disk"),
+        ({"offload": "parameters"}, ValueError, "stage 3 with offload=.parameters.*stage 1"),
+        (
+            {"offload": "optimizer"},
+            ValueError,
+            "parameters on a device.*offload=.optimizer.*'weight' on the CPU.*nothing to offload",
+        ),
+        (
+            {"offload": "parameters", "stage": 3},
+            ValueError,
+            "parameters on a device with offload=.parameters.*'weight' on the CPU",
+        ),
         ({"step_in_backward": True, "on_nonfinite": "skip"}, ValueError, "on_nonfinite"),
         (
             {"step_in_backward": True, "optimizer": torch.optim.SGD},
@@ -111,7 +124,6 @@ def test_bad_settings_are_refused_by_name(kw, error, words):
 @pytest.mark.parametrize(
     "kw",
     [
-        {"offload": "optimizer"},
         {"foreach": True},
         {"fused": True},
         {"capturable": True},

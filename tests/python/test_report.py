@@ -1,6 +1,7 @@
 """What report() says and how."""
 
 import pytest
+import torch
 from small_model import make_model, train
 
 import zero_torch as zero
@@ -25,3 +26,26 @@ def test_report_has_the_documented_keys():
     assert zero.report(optimizer).nonfinite_parameter is None
     with pytest.raises(TypeError, match="ZeroOptimizer"):
         zero.report(model)
+
+
+def test_state_of_torch_classes_is_counted_beside_the_masters():
+    model = make_model()
+    numel = sum(p.numel() for p in model.parameters())
+    optimizer = zero.ZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        stage=1,
+        lr=0.1,
+        momentum=0.9,
+        param_dtype=torch.bfloat16,
+        cast_forward_inputs=True,
+    )
+    padded = optimizer_state(optimizer)
+    assert padded >= 4 * numel  # masters, each parameter rounded up to 64 bytes
+    for _ in range(2):
+        train(model, optimizer, 1)
+        assert optimizer_state(optimizer) == padded + 4 * numel
+
+
+def optimizer_state(optimizer: zero.ZeroOptimizer) -> int:
+    return zero.report(optimizer).as_dict()["held"]["optimizer_state"]

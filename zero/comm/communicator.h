@@ -2,9 +2,9 @@
 
 // Who talks. A Communicator carries asynchronous collectives between the ranks
 // of one private group, of tensors on the CPU or on a device, whose operations begin
-// once what the calling thread queued on the device's current stream is done. Calls are collective unless they say otherwise or only ask
-// something of this rank: all ranks make the same calls in the same order with equal
-// arguments. Ranks that don't get an error that names both operations.
+// once what the calling thread queued on the device's current stream is done. Calls are collective
+// unless they say otherwise or only ask something of this rank: all ranks make the same calls in
+// the same order with equal arguments. Ranks that don't get an error that names both operations.
 
 #include <cstdint>
 #include <memory>

@@ -9,6 +9,7 @@
 
 #include <c10/core/Device.h>
 
+#include <zero/api.h>
 #include <zero/comm/make_communicator.h>
 
 namespace zero::comm {
@@ -24,7 +25,7 @@ using DeviceBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
     c10::Device device)>;
 
 // For all devices of a type. CUDA's is NCCL, in builds that have it.
-void register_device_backend(c10::DeviceType type, DeviceBackend backend);
+ZERO_API void register_device_backend(c10::DeviceType type, DeviceBackend backend);
 
 // The communicator with collectives for tensors on devices too, where this process has
 // devices. `shard` and `replicate`: the groups of the ranks, none for one of one rank.

@@ -86,9 +86,7 @@ WorkPtr LocalCommunicator::broadcast(at::Tensor tensor, int64_t root, Tag tag) {
   check_broadcast(place_, tensor, root, tag);
   const bool sends = place_.rank == root;
   count(
-      Kind::broadcast,
-      tag,
-      sends ? (place_.size - 1) * static_cast<int64_t>(tensor.nbytes()) : 0);
+      Kind::broadcast, tag, sends ? (place_.size - 1) * static_cast<int64_t>(tensor.nbytes()) : 0);
   return done_work();
 }
 

@@ -31,6 +31,11 @@ c10::Stream high_priority_stream(c10::Device device) {
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
+c10::Stream pool_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type())
+      .getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+}
+
 void Moment::record(c10::Device device) {
   if (device.is_cpu()) {
     return;
@@ -45,6 +50,18 @@ void Moment::wait() const {
   if (!events_.empty()) {
     c10::Event& event = events_.front();
     event.block(current_stream(event.device()));
+  }
+}
+
+void Moment::hold(const c10::Stream& stream) const {
+  if (!events_.empty()) {
+    events_.front().block(stream);
+  }
+}
+
+void Moment::finish() const {
+  if (!events_.empty()) {
+    events_.front().synchronize();
   }
 }
 

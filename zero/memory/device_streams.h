@@ -27,8 +27,9 @@ class Quiet {
 c10::Stream current_stream(c10::Device device);
 // The same, as kernels::DeviceKernels take it.
 void* current_handle(c10::Device device);
-// One of the device's pool.
+// Of the device's pools.
 c10::Stream high_priority_stream(c10::Device device);
+c10::Stream pool_stream(c10::Device device);
 
 // A moment in a stream. On the CPU, where work is done when its call returns, nothing.
 class Moment {
@@ -37,6 +38,10 @@ class Moment {
   void record(c10::Device device);
   // What is queued on the current stream from here on comes after it. Blocks nobody.
   void wait() const;
+  // The same of another stream.
+  void hold(const c10::Stream& stream) const;
+  // The host waits until the device has come there.
+  void finish() const;
   bool recorded() const {
     return !events_.empty();
   }

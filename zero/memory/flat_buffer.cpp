@@ -13,6 +13,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
@@ -94,10 +95,36 @@ at::Tensor zeros_on_device(int64_t numel, const at::TensorOptions& options, Buff
   return at::zeros({numel}, options.requires_grad(false));
 }
 
-// Dispatches nothing on the CPU: the caller may be in any mode.
+// The stream that memory came from may use it again at once: what this thread's stream
+// still does with it comes before.
+void hand_back(const c10::Stream& home) noexcept {
+  try {
+    const c10::Stream here = current_stream(home.device());
+    if (here != home) {
+      c10::Event event(home.device_type());
+      event.record(here);
+      event.block(home);
+    }
+  } catch (...) { // NOLINT(bugprone-empty-catch): the device is gone, at the end of the process
+  }
+}
+
+at::Tensor pinned_zeros(int64_t numel, const at::TensorOptions& options) {
+  const Quiet quiet;
+  const at::Tensor tensor = at::empty({numel}, options.requires_grad(false));
+  if (numel > 0) {
+    std::memset(tensor.mutable_data_ptr(), 0, tensor.nbytes());
+  }
+  return tensor;
+}
+
+// Dispatches nothing in the CPU's ordinary memory: the caller may be in any mode.
 at::Tensor zeros(int64_t numel, const at::TensorOptions& options, BufferSource* source) {
   if (!options.device().is_cpu()) {
     return zeros_on_device(numel, options, source);
+  }
+  if (options.pinned_memory()) {
+    return pinned_zeros(numel, options);
   }
   const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
   c10::Storage storage;
@@ -122,24 +149,32 @@ FlatBuffer::FlatBuffer(
   // A buffer made under inference_mode would be useless to later training.
   const c10::InferenceMode normal(false);
   tensor_ = zeros(numel, options, source);
+  if (!tensor_.is_cpu()) {
+    home_ = current_stream(tensor_.device());
+  }
   account_->add(purpose_, static_cast<int64_t>(tensor_.nbytes()));
 }
 
 FlatBuffer::FlatBuffer(FlatBuffer&& other) noexcept
     : tensor_(std::move(other.tensor_)),
       purpose_(other.purpose_),
-      account_(std::move(other.account_)) {}
+      account_(std::move(other.account_)),
+      home_(other.home_) {}
 
 FlatBuffer& FlatBuffer::operator=(FlatBuffer&& other) noexcept {
   std::swap(tensor_, other.tensor_);
   std::swap(purpose_, other.purpose_);
   std::swap(account_, other.account_);
+  std::swap(home_, other.home_);
   return *this;
 }
 
 FlatBuffer::~FlatBuffer() {
   if (tensor_.defined() && account_) {
     account_->add(purpose_, -static_cast<int64_t>(tensor_.nbytes()));
+    if (home_) {
+      hand_back(*home_);
+    }
   }
 }
 

@@ -3,8 +3,10 @@
 // Owned, accounted, one-dimensional memory.
 
 #include <memory>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <zero/api.h>
 #include <zero/memory/account.h>
@@ -42,6 +44,7 @@ class ZERO_API FlatBuffer {
   at::Tensor tensor_;
   Purpose purpose_ = Purpose::buffers;
   std::shared_ptr<Account> account_;
+  std::optional<c10::Stream> home_; // on a device: whose memory it is
 };
 
 // A tensor over a storage's first bytes, without dispatch; not a view for

@@ -31,24 +31,11 @@ sharding::GradientContext make_context(
   return context;
 }
 
-std::unique_ptr<sharding::GradientStorage> make_storage(
-    const Options& options,
-    const sharding::GradientContext& context,
-    const std::shared_ptr<memory::SlabPool>& pool) {
-  if (options.stage == 0) {
-    return sharding::make_replicated_gradients(context);
-  }
-  // What is stepped at once need not be held whole.
-  return options.stage == 1 && !options.step_in_backward
-      ? sharding::make_whole_gradients(context)
-      : sharding::make_sharded_gradients(context, pool);
-}
-
 sharding::GradientManager make_gradients(
     const Options& options,
     const sharding::GradientContext& context,
     const std::shared_ptr<memory::SlabPool>& pool) {
-  return {context, make_storage(options, context, pool), options.stage == 0};
+  return {context, sharding::make_gradient_storage(options, context, pool), options.stage == 0};
 }
 
 } // namespace
@@ -66,13 +53,13 @@ Engine::Impl::Impl(
                            : nullptr),
       table(options, *communicator, account),
       gradients(make_gradients(options, make_context(options, table, communicator, account), pool)),
-      state(table, account),
-      masters(table, account, options.stage == 0) {
+      state(table, account, /*on_host=*/options.offload.has_value()),
+      masters(options, table, account) {
   if (options.step_in_backward) {
     step_in_backward();
   }
   gradients.on_unfrozen([this](int64_t bucket) {
-    if (table.bucket(bucket).masters) {
+    if (masters.wants(bucket)) {
       masters.widen(bucket);
     }
   });
@@ -155,7 +142,7 @@ void Engine::Impl::settle_values() {
   TORCH_CHECK(
       !released,
       "[zero.optim] the parameters were given back by release(): this optimizer manages nothing");
-  table.reattach();
+  reattach();
 }
 
 void Engine::Impl::settle(const optim::JoinMessage& action) {
@@ -197,6 +184,7 @@ void Engine::Impl::publish(int64_t bucket) {
       table.entry(index).parameter.tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
+  masters.saw(bucket);
   if (gather) {
     gather->start(bucket, gradients.steps());
   }
@@ -301,7 +289,11 @@ bool Engine::open_step(bool native, const std::string& hyperparameters) {
     impl_->parameters->before_step();
   }
   impl_->refresh_masters();
-  return impl_->may_step(native);
+  if (!impl_->may_step(native)) {
+    return false;
+  }
+  impl_->gradients.prepare_step();
+  return true;
 }
 
 bool Engine::step(const std::vector<Rule>& rules) {
@@ -324,9 +316,9 @@ bool Engine::step(const std::vector<Rule>& rules) {
     const Rule& rule = impl_->rule_of(b, rules);
     impl_->state_tensors = static_cast<int64_t>(sharding::state_names(rule).size());
     const sharding::BucketGradient gradient{
-        impl_->gradients.reduced(b), impl_->gradients.reduced_range(b), [this](int64_t parameter) {
-          return impl_->gradients.has_gradient(parameter);
-        }};
+        impl_->gradients.stepped_by(b),
+        impl_->gradients.reduced_range(b),
+        [this](int64_t parameter) { return impl_->gradients.has_gradient(parameter); }};
     optim::native_step(impl_->table, gradient, impl_->state, impl_->masters, b, rule, found);
     impl_->publish(b);
   }
@@ -363,10 +355,14 @@ at::Tensor Engine::shard_parameter(int64_t index) {
 }
 
 at::Tensor Engine::stepping_gradient(int64_t index) {
-  const at::Tensor gradient = shard_gradient(index);
   const auto dtype = shard_parameter(index).scalar_type();
+  if (!impl_->gradients.has_gradient(index)) {
+    return {};
+  }
   const at::NoGradGuard no_grad;
-  return gradient.defined() ? gradient.to(dtype) : gradient;
+  const layout::Range held = impl_->held(index);
+  const int64_t bucket = impl_->table.entry(index).slot.bucket;
+  return memory::flat_view(impl_->gradients.stepped_by(bucket), held.begin, held.size()).to(dtype);
 }
 
 at::Tensor Engine::shard_gradient(int64_t index) {
@@ -375,6 +371,7 @@ at::Tensor Engine::shard_gradient(int64_t index) {
     return {};
   }
   const layout::Range held = impl_->held(index);
+  impl_->gradients.lent(entry.slot.bucket);
   return memory::flat_view(impl_->gradients.reduced(entry.slot.bucket), held.begin, held.size());
 }
 
@@ -391,7 +388,7 @@ void Engine::synchronize() {
 
 void Engine::account_foreign_state(int64_t bytes) {
   impl_->account->add(
-      memory::Purpose::optimizer_state, bytes - impl_->account->held().optimizer_state);
+      memory::Purpose::optimizer_state, bytes - std::exchange(impl_->foreign_state, bytes));
 }
 
 } // namespace zero

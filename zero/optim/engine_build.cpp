@@ -50,9 +50,24 @@ void Engine::Impl::check_devices(const std::vector<NamedParameter>& added) {
         communicator->size(),
         "); move the model to one device, or shard its parts by optimizers of their own");
   }
+  check_offload(first->name);
   if (!device.is_cpu()) {
     memory::device_kernels(device.type()); // throws where there are none
   }
+}
+
+void Engine::Impl::check_offload(const std::string& name) const {
+  TORCH_CHECK_VALUE(
+      !options.offload || !device.is_cpu(),
+      "[zero.optim] expected parameters on a device with offload=\"",
+      options.offload.value_or(""),
+      "\", got '",
+      name,
+      "' on the CPU, where there is nothing to offload (rank ",
+      communicator->rank(),
+      " of ",
+      communicator->size(),
+      "); leave offload out, or move the model to its device first");
 }
 
 void Engine::Impl::append(
@@ -82,6 +97,7 @@ void Engine::Impl::append(
       std::vector<at::Tensor> tensors = units.materialize(unit);
       for (size_t i = 0; i < tensors.size(); ++i) {
         device = tensors[i].device();
+        check_offload(table.entry(by_unit[unit].at(i)).parameter.name);
         table.replace(by_unit[unit].at(i), std::move(tensors[i]));
       }
     }
@@ -119,14 +135,14 @@ void Engine::Impl::take_in(const std::vector<int64_t>& indices) {
   for (int64_t b = first; b < table.bucket_count(); ++b) {
     table.adopt(b);
     broadcast(table.bucket(b).values.tensor(), 0, table.bucket(b).what);
-    if (table.bucket(b).narrowed) {
-      const memory::FlatBuffer before = table.narrow(b);
-      if (table.bucket(b).masters) {
-        masters.keep(b, before.tensor());
-      }
+    const sharding::BucketEntry& bucket = table.bucket(b);
+    const memory::FlatBuffer before = bucket.narrowed ? table.narrow(b) : memory::FlatBuffer();
+    if (masters.wants(b)) {
+      masters.keep(b, bucket.masters ? before.tensor() : bucket.values.tensor());
     }
     if (parameters) {
       table.shard_values(b);
+      parameters->take_shard(b);
     }
   }
 }

@@ -78,13 +78,16 @@ std::string Engine::Impl::describe(const optim::Nonfinite& found) const {
 }
 
 bool Engine::Impl::may_step(bool native) {
-  if (!native && found_nonfinite.defined() && take_found().item<float>() != 0.0F) {
+  // All but these have to know now; a scaler's infinity leaves a step out in any case.
+  const bool on_device = native && steps_on_device();
+  const bool asks = !on_device || options.on_nonfinite == "raise";
+  if (asks && found_nonfinite.defined() && take_found().item<float>() != 0.0F) {
     return false;
   }
   if (options.on_nonfinite == "ignore") {
     return true;
   }
-  if (native && !device.is_cpu() && options.on_nonfinite == "skip") {
+  if (on_device && options.on_nonfinite == "skip") {
     find_on_device();
     return true;
   }

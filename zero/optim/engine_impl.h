@@ -51,6 +51,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   void meet_after_abandoned_forward();
   // Parameters in place and there; not inside backward.
   void settle_values();
+  void reattach();
   // The same, and gradients reduced and taken in. `action`: what is about to be done, for
   // a join.
   void settle(const optim::JoinMessage& action);
@@ -82,8 +83,13 @@ struct Engine::Impl final : autograd::AccumulateListener,
   Clipped unscale_on_device(double factor, double norm_type); // [collective]
   // What a native step on a device is left out by, and no longer waits for one.
   at::Tensor take_found();
-  // Throws where parameters are on several devices, by name.
+  // Whether native rules run where the parameters are, and that is not the CPU.
+  bool steps_on_device() const {
+    return !device.is_cpu() && !options.offload;
+  }
+  // Throws where parameters are on several devices, or have nothing to offload, by name.
   void check_devices(const std::vector<NamedParameter>& parameters);
+  void check_offload(const std::string& name) const;
   void count_nonfinite(int64_t parameter);
   std::string describe(const optim::Nonfinite& found) const;
   // The part of a parameter that this rank owns (at stage 0 and of what is not
@@ -134,6 +140,7 @@ struct Engine::Impl final : autograd::AccumulateListener,
   std::vector<std::pair<std::string, at::Tensor>> own_buffers; // with sync_buffers
   std::function<std::vector<NamedBuffer>()> buffers;
   std::function<std::vector<Rule>()> rule_source;
+  int64_t foreign_state = 0; // bytes that a rule outside the engine holds
   int64_t state_tensors = 2; // of the rule in use, for the theory
   int64_t nonfinite_steps = 0;
   int64_t nonfinite_parameter = -1; // of the last one

@@ -37,7 +37,10 @@ at::Tensor as_bytes(const at::Tensor& flat) {
 at::Tensor Engine::Impl::values(int64_t index, layout::Range part) const {
   const sharding::ParameterEntry& entry = table.entry(index);
   if (part.size() == 0) {
-    return at::empty({0}, entry.parameter.tensor.options().requires_grad(false));
+    const sharding::BucketEntry* bucket = entry.flat ? &table.bucket(entry.slot.bucket) : nullptr;
+    return bucket != nullptr && bucket->values
+        ? bucket->values.view(0, 0)
+        : at::empty({0}, entry.parameter.tensor.options().requires_grad(false));
   }
   return table.values(entry.slot.bucket, entry.slot.offset + part.begin, part.size());
 }
@@ -47,11 +50,9 @@ at::Tensor Engine::Impl::exact_values(int64_t index, layout::Range part) const {
   if (!entry.flat || !masters.has(entry.slot.bucket)) {
     return values(index, part);
   }
-  if (part.size() == 0) {
-    return at::empty({0}, at::TensorOptions(at::kFloat).device(entry.parameter.tensor.device()));
-  }
-  return masters.view(
-      entry.slot.bucket, {entry.slot.offset + part.begin, entry.slot.offset + part.end});
+  const int64_t first =
+      part.size() > 0 ? entry.slot.offset + part.begin : masters.range(entry.slot.bucket).begin;
+  return masters.view(entry.slot.bucket, {first, first + part.size()});
 }
 
 void Engine::Impl::refresh_master(int64_t index) {
@@ -135,7 +136,7 @@ bool Engine::is_trainable(int64_t index) const {
 
 bool Engine::has_master(int64_t index) const {
   const sharding::ParameterEntry& entry = impl_->checked(index);
-  return entry.flat && impl_->masters.has(entry.slot.bucket);
+  return entry.flat && impl_->table.bucket(entry.slot.bucket).masters;
 }
 
 void Engine::load_master(int64_t index, const at::Tensor& whole) {

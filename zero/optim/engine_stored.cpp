@@ -96,6 +96,7 @@ std::vector<StoredPart> Engine::begin_loading() {
     reshard_all();
     impl_->parameters->before_step();
   }
+  impl_->refresh_masters(); // what is not loaded stays
   std::vector<StoredPart> parts;
   for (int64_t i = 0; i < impl_->table.size(); ++i) {
     const layout::Range part = impl_->owned(i);

@@ -30,6 +30,7 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
   };
   memory::Usage held;
   int64_t sent = 0;
+  int64_t on_host = 0; // copies of gradients that the CPU steps by
   int64_t sums = 0; // of gradients, which go from replica to replica unrounded
   for (int64_t i = 0; i < table.size(); ++i) {
     const sharding::ParameterEntry& entry = table.entry(i);
@@ -42,11 +43,14 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
     }
     const int64_t bucket = entry.slot.bucket;
     const int64_t reduced = numel * size_of(gradients.reduced_dtype(bucket));
-    const int64_t master = masters.has(bucket) ? numel * size_of(at::kFloat) : 0;
+    const bool widened = table.bucket(bucket).masters;
+    const int64_t master =
+        masters.has(bucket) ? numel * size_of(widened ? at::kFloat : entry.dtype) : 0;
     const bool apart = reduced != computed; // from where backward accumulates
     held.gradients += stage >= 2 ? reduced : computed + (apart && stage == 1 ? reduced / ranks : 0);
     held.gradients += apart && stage == 0 && reduced > computed ? reduced : 0;
     held.optimizer_state += master + state_tensors * (master > 0 ? master : computed);
+    on_host += options.offload ? reduced : 0;
     sums += numel * size_of(entry.dtype == at::kDouble ? at::kDouble : at::kFloat);
     sent += numel * wire_size(bucket); // reduce-scattered
     sent += stage == 0 ? reduced : gathers * computed;
@@ -55,7 +59,7 @@ void Engine::Impl::fill_theory(Engine::Report& report) const {
     held.gradients = 0; // but for the open buckets, while backward runs
   }
   report.theory_held.parameters = shared(held.parameters, 3);
-  report.theory_held.gradients = shared(held.gradients, 2);
+  report.theory_held.gradients = shared(held.gradients, 2) + shared(on_host, 1);
   report.theory_held.optimizer_state = shared(held.optimizer_state, 1);
   report.theory_replicate_traffic = 2 * sums * (replicas - 1) / (ranks * replicas);
   report.theory_traffic = traffic(sent) + report.theory_replicate_traffic;

@@ -23,14 +23,23 @@ void Engine::Impl::sync_buffers() {
   optim::sync_buffers(current, *communicator, join ? join->source() : 0, gradients.steps());
 }
 
-// At stage 3 nobody can write to parameters but where masters follow at once.
-void Engine::Impl::refresh_masters() {
+void Engine::Impl::reattach() {
+  masters.note_moved();
   if (parameters) {
+    parameters->settle_shards();
+  }
+  table.reattach();
+}
+
+// At stage 3 nobody can write to parameters but where masters follow at once, or by moving
+// one to other storage, which only masters on the host look for.
+void Engine::Impl::refresh_masters() {
+  if (parameters && options.offload != "optimizer") {
     return;
   }
   for (int64_t b = 0; b < table.bucket_count(); ++b) {
     if (masters.has(b)) {
-      masters.refresh(b, masters.range(b));
+      masters.follow(b);
     }
   }
 }
@@ -69,6 +78,7 @@ void Engine::Impl::publish_replaced(int64_t bucket) {
   for (const int64_t index : table.bucket(bucket).layout.parameters) {
     table.entry(index).parameter.tensor.unsafeGetTensorImpl()->bump_version();
   }
+  masters.saw(bucket);
   if (gather) {
     gather->start(bucket, gradients.steps(), false);
   }

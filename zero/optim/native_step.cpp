@@ -135,6 +135,15 @@ at::Tensor of_dtype(const at::Tensor& gradient, const at::Tensor& stepped) {
   return rounded;
 }
 
+kernels::Copy copy_of(const sharding::Stepped& stepped, int64_t begin) {
+  if (!stepped.rounded.defined()) {
+    return {};
+  }
+  return {
+      kernel_type(stepped.rounded.scalar_type()),
+      element(stepped.rounded, begin - stepped.rounded_begin)};
+}
+
 // Counts the step of the parameters that have a gradient, and gives their runs: those
 // of equal keys are stepped alike. A key is the step's number, on a device the place
 // among the bucket's counts.
@@ -143,9 +152,9 @@ std::vector<Run> begin_step(
     const sharding::BucketGradient& gradient,
     sharding::StepCounts& steps,
     int64_t bucket,
+    c10::Device device,
     const at::Tensor& found_nonfinite) {
   const auto& parameters = table.bucket(bucket).layout.parameters;
-  const c10::Device device = table.bucket(bucket).options.device();
   if (device.is_cpu()) {
     for (const int64_t parameter : parameters) {
       if (gradient.has(parameter)) {
@@ -187,31 +196,24 @@ void native_step(
     const Rule& rule,
     const at::Tensor& found_nonfinite) {
   const layout::Range held = gradient.range;
-  const auto steps = begin_step(table, gradient, state.steps(), bucket, found_nonfinite);
-  const at::Tensor& values = table.bucket(bucket).values.tensor();
-  const int64_t first = table.bucket(bucket).held.begin;
-  const at::Tensor master = masters.tensor(bucket);
-  const at::Tensor& stepped = master.defined() ? master : values;
-  const int64_t stepped_begin = master.defined() ? held.begin : first;
+  const sharding::Stepped stepped = masters.begin_step(bucket);
+  const c10::Device device = stepped.values.device();
+  const auto runs = begin_step(table, gradient, state.steps(), bucket, device, found_nonfinite);
   // Also where nothing of this rank's is stepped: state exists on all ranks or none,
   // so that all take part when it is made whole.
   const std::vector<std::string> names = sharding::state_names(rule);
   const auto& tensors =
-      state.tensors(bucket, names, stepped.options().requires_grad(false), held.size());
-  const at::Tensor reduced = of_dtype(gradient.reduced, stepped);
-  const c10::Device device = stepped.device();
+      state.tensors(bucket, names, stepped.values.options().requires_grad(false), held.size());
+  const at::Tensor reduced = of_dtype(gradient.reduced, stepped.values);
   const bool host = device.is_cpu();
-  for (const Run& run : steps) {
+  for (const Run& run : runs) {
     const int64_t begin = run.range.begin - held.begin;
     Stretch stretch{
-        kernel_type(stepped.scalar_type()),
-        element(stepped, run.range.begin - stepped_begin),
+        kernel_type(stepped.values.scalar_type()),
+        element(stepped.values, run.range.begin - stepped.begin),
         kernel_type(reduced.scalar_type()),
         element(reduced, begin),
-        master.defined()
-            ? kernels::
-                  Copy{kernel_type(values.scalar_type()), element(values, run.range.begin - first)}
-            : kernels::Copy{},
+        copy_of(stepped, run.range.begin),
         tensors,
         names.size(),
         begin,
@@ -226,6 +228,7 @@ void native_step(
           data_or_null<float>(found_nonfinite)};
     }
     std::visit([&](const auto& concrete) { apply(stretch, concrete); }, rule);
+    masters.stepped(bucket, stepped, run.range);
   }
 }
 

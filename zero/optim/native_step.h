@@ -12,7 +12,8 @@
 namespace zero::optim {
 
 // Updates the parameters of the bucket that have a gradient, or their masters and
-// with those the parameters, and counts their step. On a device queues all that;
+// with those the parameters, and counts their step. Runs where the masters are, else
+// where the parameters are. On a device queues all that;
 // `found_nonfinite` (fp32 there, may be undefined): not 0, and the step is left out.
 void native_step(
     sharding::ParameterTable& table,

@@ -42,7 +42,7 @@ void Engine::Impl::Stepper::begin() {
   if (engine_.gather) {
     engine_.gather->wait_all();
   }
-  engine_.table.reattach();
+  engine_.reattach();
   if (engine_.parameters) {
     engine_.parameters->refuse_writable();
   }
@@ -57,8 +57,12 @@ void Engine::Impl::Stepper::begin() {
 void Engine::Impl::Stepper::step(int64_t bucket, const sharding::BucketGradient& gradient) {
   const Rule& rule = engine_.rule_of(bucket, rules_);
   engine_.state_tensors = static_cast<int64_t>(sharding::state_names(rule).size());
-  if (!engine_.parameters && engine_.masters.has(bucket)) {
-    engine_.masters.refresh(bucket, engine_.masters.range(bucket));
+  if (engine_.parameters) {
+    engine_.parameters->settle_shards();
+  }
+  const bool follows = !engine_.parameters || engine_.options.offload == "optimizer";
+  if (follows && engine_.masters.has(bucket)) {
+    engine_.masters.follow(bucket);
   }
   optim::native_step(engine_.table, gradient, engine_.state, engine_.masters, bucket, rule);
   for (const int64_t index : engine_.table.bucket(bucket).layout.parameters) {
@@ -66,6 +70,7 @@ void Engine::Impl::Stepper::step(int64_t bucket, const sharding::BucketGradient&
       engine_.table.entry(index).parameter.tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
+  engine_.masters.saw(bucket);
 }
 
 void Engine::Impl::step_in_backward() {

@@ -45,6 +45,7 @@ comm::WorkPtr BucketReducer::reduce_scatter(
     const at::Tensor& input,
     const at::Tensor& addend,
     const comm::Tag& tag) {
+  at_bucket(outputs_, bucket) = output;
   if (!hook_) {
     return communicator_->reduce_scatter(output, input, {divisor_, addend}, tag);
   }
@@ -71,6 +72,7 @@ comm::WorkPtr BucketReducer::all_reduce(
 }
 
 void BucketReducer::finish(int64_t bucket) {
+  at_bucket(outputs_, bucket).reset();
   if (has_bucket(scratch_, bucket)) {
     pool_.give(std::exchange(scratch_[bucket], {}));
   }

@@ -51,6 +51,10 @@ class BucketReducer {
       const at::Tensor& input,
       const at::Tensor& addend,
       const comm::Tag& tag);
+  // Where the reduction that was started last puts this rank's part.
+  const at::Tensor& output(int64_t bucket) const {
+    return outputs_[bucket];
+  }
   // Once the bucket's work was waited for.
   void finish(int64_t bucket);
   void end_backward();
@@ -64,6 +68,7 @@ class BucketReducer {
   std::shared_ptr<CommHook> hook_;
   memory::SlabPool pool_;
   std::vector<memory::Slab> scratch_; // by bucket
+  std::vector<at::Tensor> outputs_; // by bucket
 };
 
 } // namespace zero::sharding

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <zero/memory/elements.h>
+#include <zero/sharding/host_gradients.h>
 #include <zero/sharding/reduced_shards.h>
 
 namespace zero::sharding {
@@ -117,9 +118,11 @@ class WholeGradients final : public HeldGradients {
       apart_.drop(bucket);
     }
     const bool stays = differs(bucket) || (add && narrow(bucket));
+    // Before the addend is asked for, which it may widen.
+    const at::Tensor target = stays ? apart_.target(bucket, add) : own(bucket);
     return context_.reducer->reduce_scatter(
         bucket,
-        stays ? apart_.target(bucket, add) : own(bucket),
+        target,
         sums.defined() ? sums : rounded_.round(bucket, open(bucket)),
         add ? apart_.at(bucket) : at::Tensor(),
         tag);
@@ -276,6 +279,23 @@ class ReplicatedGradients final : public HeldGradients {
 };
 
 } // namespace
+
+std::unique_ptr<GradientStorage> make_gradient_storage(
+    const Options& options,
+    const GradientContext& context,
+    const std::shared_ptr<memory::SlabPool>& pool) {
+  std::unique_ptr<GradientStorage> storage;
+  if (options.stage == 0) {
+    storage = make_replicated_gradients(context);
+  } else if (options.stage == 1 && !options.step_in_backward) {
+    storage = make_whole_gradients(context);
+  } else { // what is stepped at once need not be held whole
+    storage = make_sharded_gradients(context, pool);
+  }
+  return options.offload
+      ? std::make_unique<HostGradients>(context, std::move(storage), /*shown=*/options.stage == 0)
+      : std::move(storage);
+}
 
 std::unique_ptr<GradientStorage> make_replicated_gradients(const GradientContext& context) {
   return std::make_unique<ReplicatedGradients>(context);

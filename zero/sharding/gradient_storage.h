@@ -30,6 +30,14 @@ class GradientStorage {
   // several backwards are added up.
   virtual at::Tensor reduced(int64_t bucket) = 0;
   virtual layout::Range reduced_range(int64_t bucket) const = 0;
+  // The same where the step runs, which may be a copy: the host waits for that.
+  virtual at::Tensor stepped_by(int64_t bucket) {
+    return reduced(bucket);
+  }
+  // These are going to be asked for, in this order.
+  virtual void prepare(const std::vector<int64_t>& /*buckets*/) {}
+  // Somebody may write to what reduced() gave until the next reduction.
+  virtual void lent(int64_t /*bucket*/) {}
   // Stage 0, where `.grad` shows a reduced gradient of another dtype, rounded: after
   // reduced() was written to, and before it is read, since the user may have written
   // to `.grad`.
@@ -76,6 +84,11 @@ struct GradientContext {
 // Of whole buckets that come and go.
 std::shared_ptr<memory::SlabPool> make_pool(const GradientContext& context);
 
+// What a stage holds, and where Options::offload has the CPU step.
+std::unique_ptr<GradientStorage> make_gradient_storage(
+    const Options& options,
+    const GradientContext& context,
+    const std::shared_ptr<memory::SlabPool>& pool);
 // Stage 0: every rank ends with the whole reduced gradient.
 std::unique_ptr<GradientStorage> make_replicated_gradients(const GradientContext& context);
 // Stage 1: the whole gradient is held, this rank's shard of it is reduced.

@@ -89,6 +89,13 @@ class GradientManager {
 
   bool has_gradient(int64_t index) const;
   at::Tensor reduced(int64_t bucket);
+  // Before a step: of the buckets that have a gradient, the last first, as step() takes them.
+  void prepare_step();
+  // The reduced gradient where the step runs: on a device, or, with offload, on the host,
+  // which waits for it.
+  at::Tensor stepped_by(int64_t bucket);
+  // What reduced() gave goes to a user, who may write to it.
+  void lent(int64_t bucket);
   // What a reduction is rounded to.
   c10::ScalarType reduced_dtype(int64_t bucket) const {
     return context_.reduced_dtype(bucket);

@@ -1,7 +1,7 @@
-// GradientManager's stepping of buckets inside backward. A backward whose launch order
-// the ranks have agreed on steps each bucket once it is reduced and lets its gradient
-// go; the one that shows the order steps all of them at its end. See [Note: stepping
-// in backward] in docs/design.md.
+// GradientManager's part in steps, and its stepping of buckets inside backward. A
+// backward whose launch order the ranks have agreed on steps each bucket once it is
+// reduced and lets its gradient go; the one that shows the order steps all of them at its
+// end. See [Note: stepping in backward] in docs/design.md.
 
 #include <zero/sharding/gradients.h>
 
@@ -13,6 +13,30 @@
 #include <ATen/ops/zeros.h>
 
 namespace zero::sharding {
+
+void GradientManager::prepare_step() {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> buckets;
+  for (int64_t b = table_.bucket_count() - 1; b >= 0; --b) {
+    const std::vector<int64_t>& indices = table_.bucket(b).layout.parameters;
+    if (std::any_of(indices.begin(), indices.end(), [this](int64_t index) {
+          return has_gradient(index);
+        })) {
+      buckets.push_back(b);
+    }
+  }
+  storage_->prepare(buckets);
+}
+
+at::Tensor GradientManager::stepped_by(int64_t bucket) {
+  const std::lock_guard lock(mutex_);
+  return storage_->stepped_by(bucket);
+}
+
+void GradientManager::lent(int64_t bucket) {
+  const std::lock_guard lock(mutex_);
+  storage_->lent(bucket);
+}
 
 void GradientManager::step_in_backward(std::unique_ptr<BucketStepper> stepper) {
   const std::lock_guard lock(mutex_);
@@ -130,7 +154,7 @@ void GradientManager::step_bucket(int64_t bucket, const std::vector<char>& used)
     buckets_[bucket].stepped = true;
     stepper_->step(
         bucket,
-        {storage_->reduced(bucket),
+        {storage_->stepped_by(bucket),
          storage_->reduced_range(bucket),
          [&stepping](int64_t parameter) { return stepping.count(parameter) > 0; }});
   }

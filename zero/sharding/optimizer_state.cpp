@@ -53,8 +53,9 @@ std::vector<std::string> state_names(const Rule& rule) {
 
 OptimizerStateManager::OptimizerStateManager(
     ParameterTable& table,
-    std::shared_ptr<memory::Account> account)
-    : table_(table), account_(std::move(account)), steps_(table) {}
+    std::shared_ptr<memory::Account> account,
+    bool on_host)
+    : table_(table), account_(std::move(account)), steps_(table, on_host) {}
 
 OptimizerStateManager::Entry& OptimizerStateManager::entry(int64_t bucket) const {
   if (static_cast<int64_t>(entries_.size()) <= bucket) {

@@ -19,7 +19,11 @@ std::vector<std::string> state_names(const Rule& rule);
 
 class OptimizerStateManager {
  public:
-  OptimizerStateManager(ParameterTable& table, std::shared_ptr<memory::Account> account);
+  // `on_host`: as of StepCounts.
+  OptimizerStateManager(
+      ParameterTable& table,
+      std::shared_ptr<memory::Account> account,
+      bool on_host);
 
   // State tensors of a bucket over `numel` elements, those of `names` first, zero at
   // first; `options` are those of what is stepped. Throws where the bucket has state of

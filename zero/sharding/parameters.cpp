@@ -36,6 +36,9 @@ ParameterManager::ParameterManager(
       pool_(std::move(pool)),
       inside_backward_(std::move(inside_backward)),
       before_use_(std::move(before_use)),
+      host_(
+          options.offload == "parameters" ? std::make_unique<HostShards>(table, pool_->account())
+                                          : nullptr),
       process_(getpid()) {}
 
 ParameterManager::~ParameterManager() {
@@ -220,7 +223,7 @@ void ParameterManager::gather(Unit& unit, const std::vector<size_t>& positions, 
   }
   std::vector<comm::WorkPtr> works;
   try {
-    works = communicator_->all_gather_together(std::move(gathers));
+    works = start_gathers(std::move(gathers));
   } catch (...) {
     for (const size_t b : positions) { // nothing of it is on its way
       release_bucket(unit, b);

@@ -16,7 +16,7 @@
 
 #include <zero/comm/communicator.h>
 #include <zero/memory/slab_pool.h>
-#include <zero/sharding/parameter_table.h>
+#include <zero/sharding/host_shards.h>
 #include <zero/sharding/unit_schedule.h>
 
 namespace zero::sharding {
@@ -52,6 +52,10 @@ class ParameterManager {
   // Called before each gather of a bucket, under the manager's lock.
   using GatherNotice = std::function<void(int64_t bucket, int64_t step, bool training)>;
   void on_gather(GatherNotice notice);
+  // With offload="parameters": a bucket's shard, just made, goes to the host; and before
+  // shards are written to, the host waits until no gather reads them.
+  void take_shard(int64_t bucket);
+  void settle_shards();
 
   // All gradients of a bucket have come.
   void gradients_complete(int64_t bucket);
@@ -133,6 +137,7 @@ class ParameterManager {
   void release_bucket(Unit& unit, size_t position) noexcept;
   void release_unless_needed(int64_t unit) noexcept;
   static bool needed(const Unit& unit);
+  std::vector<comm::WorkPtr> start_gathers(std::vector<comm::Gather> gathers);
   bool gathers_now(bool backward) const;
   void check_process() const;
   void fail(int64_t unit, const char* operation, const std::string& cause) noexcept;
@@ -156,6 +161,7 @@ class ParameterManager {
   std::function<bool()> inside_backward_;
   std::function<void()> before_use_;
   GatherNotice on_gather_;
+  const std::unique_ptr<HostShards> host_; // with offload="parameters"
   const int64_t process_; // a forked child must not gather with its parent's peers
 
   mutable std::mutex mutex_;

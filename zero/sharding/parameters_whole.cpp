@@ -1,5 +1,5 @@
 // ParameterManager's whole units outside training: held for a while, written to,
-// or given back for good.
+// or given back for good; and its shards, where they are on the host.
 
 #include <zero/sharding/parameters.h>
 
@@ -9,6 +9,23 @@
 #include <zero/comm/blocking.h>
 
 namespace zero::sharding {
+
+void ParameterManager::take_shard(int64_t bucket) {
+  if (host_) {
+    host_->take(bucket);
+  }
+}
+
+void ParameterManager::settle_shards() {
+  if (host_) {
+    host_->settle();
+  }
+}
+
+std::vector<comm::WorkPtr> ParameterManager::start_gathers(std::vector<comm::Gather> gathers) {
+  return host_ ? host_->gather(*communicator_, std::move(gathers))
+               : communicator_->all_gather_together(std::move(gathers));
+}
 
 void ParameterManager::hold(const std::vector<int64_t>& units, bool writable) {
   check_process();
@@ -68,6 +85,7 @@ void ParameterManager::refuse_writable() const {
 void ParameterManager::begin_load(int64_t index) {
   const comm::BlockingScope blocking;
   const std::lock_guard lock(mutex_);
+  settle_shards();
   ParameterEntry& entry = table_.entry(index);
   Unit& unit = *units_[entry.parameter.unit];
   const auto loading = std::find_if(
@@ -107,6 +125,7 @@ void ParameterManager::end_load(int64_t index) {
   if (load == loads_.end() || --load->depth > 0) {
     return;
   }
+  settle_shards();
   ParameterEntry& entry = table_.entry(index);
   Unit& unit = *units_[entry.parameter.unit];
   if (load->scratch) {
@@ -130,6 +149,7 @@ void ParameterManager::restore(int64_t unit) {
     start(unit, false);
   }
   land(unit);
+  settle_shards();
   for (size_t b = 0; b < restored.buckets.size(); ++b) {
     BucketEntry& bucket = table_.bucket(restored.buckets[b]);
     const auto numel = bucket.layout.numel;

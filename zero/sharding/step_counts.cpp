@@ -11,7 +11,7 @@ namespace zero::sharding {
 
 bool StepCounts::on_device(int64_t parameter) const {
   const ParameterEntry& entry = table_.entry(parameter);
-  return entry.flat && !table_.bucket(entry.slot.bucket).options.device().is_cpu();
+  return !on_host_ && entry.flat && !table_.bucket(entry.slot.bucket).options.device().is_cpu();
 }
 
 int64_t& StepCounts::count_of(Shared& shared, int64_t parameter) const {
@@ -34,8 +34,7 @@ StepCounts::Shared& StepCounts::shared(int64_t bucket) const {
     found.of.assign(count, 0);
     found.known.assign(count, 0);
     found.counts = at::zeros(
-        {static_cast<int64_t>(count)},
-        at::TensorOptions(at::kLong).device(entry.options.device()));
+        {static_cast<int64_t>(count)}, at::TensorOptions(at::kLong).device(entry.options.device()));
   }
   return found;
 }

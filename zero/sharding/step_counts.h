@@ -1,6 +1,6 @@
 #pragma once
 
-// How many steps each parameter has taken. On a device the count stays there, since a
+// How many steps each parameter has taken. Stepped on a device, the count stays there, since a
 // step that meets an infinity may be left out without the host's knowing: parameters of
 // a bucket that took part in the same steps share one, and a step adds to it in a kernel.
 
@@ -15,7 +15,8 @@ namespace zero::sharding {
 
 class StepCounts {
  public:
-  explicit StepCounts(const ParameterTable& table) : table_(table) {}
+  // `on_host`: the CPU steps, wherever the parameters are (Options::offload).
+  StepCounts(const ParameterTable& table, bool on_host) : table_(table), on_host_(on_host) {}
 
   // On a device: waits for it.
   int64_t get(int64_t parameter) const;
@@ -53,6 +54,7 @@ class StepCounts {
   static int64_t unused(const Shared& shared);
 
   const ParameterTable& table_;
+  const bool on_host_;
   mutable std::vector<int64_t> host_; // by parameter
   mutable std::vector<Shared> shared_; // by bucket
   mutable std::vector<int64_t> position_; // by parameter: in its bucket

@@ -108,6 +108,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
       *event = machine.new_event_locked();
     }
     auto& state = event_of(*event);
+    state.device = stream.device_index();
     state.point = machine.point_locked(machine.stream_locked(stream), state.id);
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -125,10 +126,10 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     }
     auto& machine = Machine::get();
     const auto lock = machine.lock();
-    const auto& point = event_of(event).point;
-    const bool done = Machine::is_done(point.pending);
+    const auto& state = event_of(event);
+    const bool done = Machine::is_done(state.point.pending);
     if (done) {
-      machine.host_knows_locked(this_device, point);
+      machine.host_knows_locked(state.device, state.point);
     }
     return done;
   }
@@ -139,7 +140,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     auto& machine = Machine::get();
     auto lock = machine.lock();
     const auto state = event_of(event);
-    machine.synchronize_locked(lock, this_device, state.point, "synchronizeEvent", state.id);
+    machine.synchronize_locked(lock, state.device, state.point, "synchronizeEvent", state.id);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<EventState*>(event);

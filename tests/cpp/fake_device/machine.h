@@ -56,6 +56,7 @@ struct Point {
 
 struct EventState {
   int64_t id = 0;
+  c10::DeviceIndex device = 0; // of the stream that recorded it
   Point point;
 };
 
