@@ -67,8 +67,7 @@ StreamCollectives::StreamCollectives(
     : device_(device),
       place_(place),
       shards_(shards),
-      stream_(
-          own_stream ? std::optional(memory::high_priority_stream(device)) : std::nullopt),
+      stream_(own_stream ? std::optional(memory::high_priority_stream(device)) : std::nullopt),
       events_(std::make_shared<EventPool>(device.type())),
       begin_(device.type()) {}
 
@@ -91,11 +90,7 @@ WorkPtr StreamCollectives::run(std::vector<at::Tensor> tensors, const Body& body
   return std::make_shared<StreamWork>(events_, std::move(end), std::move(tensors));
 }
 
-void StreamCollectives::count(
-    Kind kind,
-    const Tag& tag,
-    int64_t bytes,
-    int64_t between_replicas) {
+void StreamCollectives::count(Kind kind, const Tag& tag, int64_t bytes, int64_t between_replicas) {
   if (!tag.training) {
     return;
   }
@@ -116,9 +111,8 @@ WorkPtr StreamCollectives::reduce_scatter(const ReduceArguments& arguments, cons
       tag,
       (shards_.size - 1) * arguments.shard_bytes(),
       bytes_between_replicas(arguments));
-  return run({arguments.output, arguments.input, arguments.addend}, [&] {
-    do_reduce_scatter(arguments);
-  });
+  return run(
+      {arguments.output, arguments.input, arguments.addend}, [&] { do_reduce_scatter(arguments); });
 }
 
 // One operation, and one event, for all.

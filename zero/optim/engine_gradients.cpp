@@ -298,6 +298,7 @@ void Engine::scale_gradients(const at::Tensor& factor) {
 
 void Engine::agree_nonfinite(const at::Tensor& found) {
   const memory::Quiet quiet;
+  impl_->recover_if_failed();
   const int64_t ranks = world_size();
   const at::Tensor all = at::zeros({ranks}, found.options());
   memory::copy_elements(all, rank(), found, 0, 1);
