@@ -6,7 +6,6 @@
 //   torchrun --no-python --nproc-per-node 2 build/bench_collectives ROUNDS MIB...
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -16,8 +15,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <string_view>
-#include <system_error>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -26,6 +23,8 @@
 #include <zero/comm/communicator.h>
 #include <zero/comm/init.h>
 #include <zero/memory/flat_buffer.h>
+
+#include "arguments.h"
 
 namespace {
 
@@ -274,20 +273,12 @@ std::vector<Case> cases_of(const Options& options, int64_t ranks) {
 }
 
 Options parse(int argc, char** argv) {
-  const auto number = [](std::string_view text) {
-    int64_t value = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || end != text.data() + text.size() || value < 1) {
-      throw std::invalid_argument("expected a number from 1 on, got " + std::string(text));
-    }
-    return value;
-  };
   if (argc < 3) {
     throw std::invalid_argument("usage: bench_collectives ROUNDS MIB...");
   }
-  Options options{number(argv[1]), {}};
+  Options options{zero::benchmarks::number(argv[1]), {}};
   for (int i = 2; i < argc; ++i) {
-    options.mib.push_back(number(argv[i]));
+    options.mib.push_back(zero::benchmarks::number(argv[i]));
   }
   return options;
 }

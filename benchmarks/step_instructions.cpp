@@ -4,14 +4,12 @@
 //
 //     valgrind --tool=callgrind --instr-atstart=no step_instructions LAYERS WARM STEPS [VARIANT...]
 
-#include <charconv>
 #include <cstdint>
 #include <functional>
 #include <iostream>
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <ATen/Parallel.h>
@@ -25,6 +23,8 @@
 #include <valgrind/callgrind.h>
 
 #include <zero/optim/zero_optimizer.h>
+
+#include "arguments.h"
 
 namespace {
 
@@ -166,17 +166,10 @@ void measure(const std::string& variant, const Options& options) {
 }
 
 Options parse(int argc, char** argv) {
-  const auto number = [](std::string_view text) {
-    int64_t value = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || end != text.data() + text.size() || value < 1) {
-      throw std::invalid_argument("expected a number from 1 on, got " + std::string(text));
-    }
-    return value;
-  };
   if (argc < 4) {
     throw std::invalid_argument("usage: step_instructions LAYERS WARM STEPS [VARIANT...]");
   }
+  using zero::benchmarks::number;
   Options options{number(argv[1]), number(argv[2]), number(argv[3]), {argv + 4, argv + argc}};
   if (options.variants.empty()) {
     options.variants = {"plain", "plain_fused", "zero0", "zero1", "zero2", "zero3"};

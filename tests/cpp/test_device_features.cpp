@@ -2,11 +2,11 @@
 // bits, at stages 0 to 3, and leaves nothing unordered.
 
 #include "catch.h"
+#include "checkpoint_files.h"
 #include "device_cases.h"
 
-#include <filesystem>
+#include <algorithm>
 #include <limits>
-#include <random>
 
 #include <zero/optim/ema.h>
 #include <zero/optim/loss_scaler.h>
@@ -215,26 +215,23 @@ TEST_CASE("the loss scale on a device", "[device]") {
 }
 
 TEST_CASE("what a device trained the CPU loads, and back", "[device]") {
-  namespace fs = std::filesystem;
-  const fs::path folder =
-      fs::temp_directory_path() / ("zero-device-" + std::to_string(std::random_device{}()));
+  const TemporaryDirectory folder;
   compare([&](const Rank& on) {
     const auto model = on.model();
     zero::ZeroOptimizer optimizer(*model, on.options, zero::AdamW{.lr = 1e-2}, on.group);
     step(optimizer, *model, on.tokens(0));
     step(optimizer, *model, on.tokens(1));
-    const std::string path = (folder / (on.device.str() == "cpu" ? "cpu" : "device")).string() +
-        std::to_string(on.options.stage);
+    const std::string path =
+        folder / ((on.device.is_cpu() ? "cpu" : "device") + std::to_string(on.options.stage));
     zero::save(path, *model, &optimizer);
     step(optimizer, *model, on.tokens(2));
     // What the CPU saved, at the stage before where there is one.
     const auto other =
         folder / ("cpu" + std::to_string(std::max<int64_t>(0, on.options.stage - 1)));
-    zero::load(other.string(), *model, &optimizer);
+    zero::load(other, *model, &optimizer);
     step(optimizer, *model, on.tokens(3));
     return whole(optimizer, *model);
   });
-  fs::remove_all(folder);
 }
 
 TEST_CASE("a grid of devices shards and replicates", "[device]") {

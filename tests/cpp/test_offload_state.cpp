@@ -2,13 +2,11 @@
 // averages and checkpoints.
 
 #include "catch.h"
+#include "checkpoint_files.h"
 #include "offload_cases.h"
 
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
-#include <random>
 
 #include <zero/optim/elementwise.h>
 
@@ -19,37 +17,15 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Removed with everything in it.
-class Folder {
- public:
-  Folder() {
-    path_ = fs::temp_directory_path() / ("zero-offload-" + std::to_string(std::random_device{}()));
-    fs::create_directories(path_);
-  }
-  ~Folder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string path(const std::string& name) const {
-    return (path_ / name).string();
-  }
-
- private:
-  fs::path path_;
-};
-
 // Of a directory's data files, by their names without the save's own number.
 std::map<std::string, std::string> data_of(const std::string& directory) {
   std::map<std::string, std::string> contents;
   for (const auto& file : fs::directory_iterator(directory)) {
     if (file.path().extension() == ".safetensors") {
-      std::ifstream stream(file.path(), std::ios::binary);
       std::string name = file.path().filename();
       const size_t number = name.find('-');
       name.erase(number, name.find('-', number + 1) - number);
-      contents[name] = std::string(std::istreambuf_iterator<char>(stream), {});
+      contents[name] = read_file(file.path());
     }
   }
   return contents;
@@ -231,7 +207,7 @@ TEST_CASE("averages work with offload", "[offload]") {
 TEST_CASE("checkpoints are the same with and without offload", "[offload]") {
   use_fake_devices();
   const Deterministic in_rank_order;
-  const Folder folder;
+  const TemporaryDirectory folder;
   for (int64_t stage = 0; stage <= 3; ++stage) {
     for (const bool narrow : {false, true}) {
       INFO("stage " << stage << (narrow ? " in bfloat16" : ""));
@@ -239,7 +215,7 @@ TEST_CASE("checkpoints are the same with and without offload", "[offload]") {
       if (narrow) {
         given.param_dtype = "bfloat16";
       }
-      const std::string name = folder.path(std::to_string(stage) + (narrow ? "n" : "w"));
+      const std::string name = folder / (std::to_string(stage) + (narrow ? "n" : "w"));
       require_equal_runs(
           stage, given, [&](int64_t rank, const auto& group, auto& options, bool device) {
             DeviceModel model(1, device_of(rank, device));

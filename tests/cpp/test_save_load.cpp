@@ -1,39 +1,14 @@
 // zero::save and zero::load: from any number of ranks and stage to any other.
 
 #include "catch.h"
+#include "checkpoint_files.h"
 #include "save_cases.h"
-
-#include <filesystem>
-#include <random>
 
 #include <zero/checkpoint/directory.h>
 
 using namespace zero::test;
 
 namespace {
-
-namespace fs = std::filesystem;
-
-// Removed with everything in it.
-class Folder {
- public:
-  Folder() {
-    path_ = fs::temp_directory_path() / ("zero-save-" + std::to_string(std::random_device{}()));
-    fs::create_directories(path_);
-  }
-  ~Folder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string path(const std::string& name) const {
-    return (path_ / name).string();
-  }
-
- private:
-  fs::path path_;
-};
 
 // Weights and state, whole.
 State contents(zero::ZeroOptimizer& optimizer, torch::nn::Module& model) {
@@ -50,10 +25,10 @@ State contents(zero::ZeroOptimizer& optimizer, torch::nn::Module& model) {
 } // namespace
 
 TEST_CASE("a checkpoint loads at other ranks and stages", "[checkpoint]") {
-  const Folder folder;
+  const TemporaryDirectory folder;
   for (int64_t stage = 0; stage <= 3; ++stage) {
     const int64_t ranks = 1 + stage % 3;
-    const std::string path = folder.path("step-" + std::to_string(stage));
+    const std::string path = folder / ("step-" + std::to_string(stage));
     State saved;
     run_ranks(ranks, [&](int64_t rank, const auto& group) {
       const auto model = make_gpt();
@@ -79,11 +54,11 @@ TEST_CASE("a checkpoint loads at other ranks and stages", "[checkpoint]") {
       });
     }
   }
-  REQUIRE(zero::checkpoint::list_checkpoints(folder.path("")).size() == 4);
+  REQUIRE(zero::checkpoint::list_checkpoints(folder.path()).size() == 4);
 }
 
 TEST_CASE("a run that was stopped goes on bit for bit", "[checkpoint]") {
-  const Folder folder;
+  const TemporaryDirectory folder;
   for (int64_t stage = 0; stage <= 3; ++stage) {
     run_ranks(2, [&](int64_t rank, const auto& group) {
       const auto rule = zero::SGD{.lr = 0.1, .momentum = 0.9};
@@ -97,7 +72,7 @@ TEST_CASE("a run that was stopped goes on bit for bit", "[checkpoint]") {
           train(optimizer, *model, rank, step);
         }
       }
-      const std::string path = folder.path("stage-" + std::to_string(stage));
+      const std::string path = folder / ("stage-" + std::to_string(stage));
       zero::save(path, *model, &optimizer);
       const auto fresh = make_gpt(/*seed=*/5);
       zero::ZeroOptimizer resumed(*fresh, options_of(stage), rule, group);
@@ -110,38 +85,38 @@ TEST_CASE("a run that was stopped goes on bit for bit", "[checkpoint]") {
 }
 
 TEST_CASE("what does not fit is refused before anything is changed", "[checkpoint]") {
-  const Folder folder;
+  const TemporaryDirectory folder;
   run_ranks(2, [&](int64_t rank, const auto& group) {
     const auto model = make_gpt();
     zero::ZeroOptimizer optimizer(*model, options_of(2), zero::AdamW{}, group);
     train(optimizer, *model, rank, 0);
-    zero::save(folder.path("c"), *model, &optimizer);
+    zero::save(folder / "c", *model, &optimizer);
     const auto other = std::make_shared<GPT>(/*layers=*/1, /*dim=*/12, /*heads=*/2, /*context=*/8);
     initialise(*other, 3);
     zero::ZeroOptimizer shallow(*other, options_of(3), zero::AdamW{}, group);
-    const std::string names = error_of([&] { zero::load(folder.path("c"), *other); });
+    const std::string names = error_of([&] { zero::load(folder / "c", *other); });
     const auto load_shallow = [&] {
-      zero::load(folder.path("c"), *other, &shallow, {.optimizer_state = false});
+      zero::load(folder / "c", *other, &shallow, {.optimizer_state = false});
     };
     require(contains(error_of(load_shallow), "unexpected"), "names that are too many");
     require(!names.empty(), "a module that is sharded needs its optimizer");
     const auto momentum = make_gpt();
     zero::ZeroOptimizer sgd(*momentum, options_of(1), zero::SGD{.momentum = 0.9}, group);
     const State before = contents(sgd, *momentum);
-    const std::string rule = error_of([&] { zero::load(folder.path("c"), *momentum, &sgd); });
+    const std::string rule = error_of([&] { zero::load(folder / "c", *momentum, &sgd); });
     require(contains(rule, "exp_avg"), "another rule's state, got: " + rule);
-    const std::string none = error_of([&] { zero::load(folder.path("d"), *model, &optimizer); });
+    const std::string none = error_of([&] { zero::load(folder / "d", *model, &optimizer); });
     require(contains(none, "no directory"), "no such checkpoint, got: " + none);
     require(equal(contents(sgd, *momentum), before), "unchanged weights");
   });
 }
 
 TEST_CASE("a save in the background holds what the model was", "[checkpoint]") {
-  const Folder folder;
+  const TemporaryDirectory folder;
   for (const std::string transport : {"host", "group"}) {
     for (int64_t stage = 0; stage <= 3; ++stage) {
       run_ranks(3, [&](int64_t rank, const auto& group) {
-        const std::string path = folder.path(transport + std::to_string(stage) + "-");
+        const std::string path = folder / (transport + std::to_string(stage) + "-");
         zero::Options options = options_of(stage);
         options.transport = transport;
         const auto model = make_gpt();
@@ -165,7 +140,7 @@ TEST_CASE("a save in the background holds what the model was", "[checkpoint]") {
 }
 
 TEST_CASE("averages load at other ranks and stages, and go on", "[checkpoint]") {
-  const Folder folder;
+  const TemporaryDirectory folder;
   const auto averages_of = [](zero::EMA& ema, torch::nn::Module& model) {
     State values;
     for (const at::Tensor& parameter : model.parameters()) {
@@ -174,7 +149,7 @@ TEST_CASE("averages load at other ranks and stages, and go on", "[checkpoint]") 
     return values;
   };
   for (int64_t stage = 0; stage <= 3; ++stage) {
-    const std::string path = folder.path("stage-" + std::to_string(stage));
+    const std::string path = folder / ("stage-" + std::to_string(stage));
     State saved;
     run_ranks(2, [&](int64_t rank, const auto& group) {
       const auto model = make_gpt();

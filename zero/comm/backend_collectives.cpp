@@ -22,7 +22,7 @@ BackendOptions on_current_stream() {
 }
 
 bool has_16_bits(at::ScalarType type) {
-  return type == at::kBFloat16 || type == at::kHalf;
+  return memory::has_16_bits(c10::scalarTypeToTypeMeta(type));
 }
 
 class BackendCollectives final : public StreamCollectives {
