@@ -134,6 +134,7 @@ set(ZERO_SOURCES
     zero/sharding/parameter_table_unfreeze.cpp
     zero/sharding/parameters.cpp
     zero/sharding/parameters_on_use.cpp
+    zero/sharding/parameters_passes.cpp
     zero/sharding/parameters_whole.cpp
     zero/sharding/reduced_shards.cpp
     zero/sharding/sharded_gradients.cpp

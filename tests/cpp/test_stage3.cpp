@@ -227,30 +227,34 @@ TEST_CASE("the schedule learns an order and follows a change", "[stage3]") {
       schedule.use(unit, false, false);
     }
   };
+  const auto ahead = [&](int64_t count) {
+    const auto units = schedule.ahead(count);
+    return Units(units.begin(), units.end());
+  };
   forward({0, 1, 2, 3});
-  REQUIRE(schedule.ahead(2).empty());
+  REQUIRE(ahead(2).empty());
   REQUIRE(schedule.forward_order() == Units{0, 1, 2, 3});
   // The first backward is guessed.
   schedule.use(3, true, false);
-  REQUIRE(schedule.ahead(2) == Units{2, 1});
+  REQUIRE(ahead(2) == Units{2, 1});
   schedule.use(2, true, false);
   schedule.use(1, true, false);
   schedule.end_pass();
   schedule.restart();
   forward({0, 1});
-  REQUIRE(schedule.ahead(1) == Units{2});
-  REQUIRE(schedule.ahead(3) == Units{2, 3});
+  REQUIRE(ahead(1) == Units{2});
+  REQUIRE(ahead(3) == Units{2, 3});
   // Another branch: learned at once.
   forward({3, 2});
   schedule.restart();
   forward({0, 1});
-  REQUIRE(schedule.ahead(2) == Units{3, 2});
+  REQUIRE(ahead(2) == Units{3, 2});
   // A unit between others is told by what came before it.
   schedule.restart();
   forward({5, 0, 6, 0, 7, 0});
   schedule.restart();
   forward({5, 0});
-  REQUIRE(schedule.ahead(1) == Units{6});
+  REQUIRE(ahead(1) == Units{6});
   forward({6, 0});
-  REQUIRE(schedule.ahead(1) == Units{7});
+  REQUIRE(ahead(1) == Units{7});
 }

@@ -78,14 +78,12 @@ class Inputs {
   void add(const c10::IValue& value, int64_t argument) {
     if (value.isTensor()) {
       add(value.toTensor(), argument);
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        add(tensor, argument);
-      }
-    } else if (value.isList()) { // optional tensors, as of an index
+    } else if (value.isList()) {
       for (const c10::IValue& item : value.toListRef()) {
         if (item.isTensor()) {
           add(item.toTensor(), argument);
+        } else if (!item.isNone()) { // left out among tensors, as of an index
+          break;
         }
       }
     }
@@ -94,34 +92,33 @@ class Inputs {
   c10::SmallVector<Input, 4> found_;
 };
 
-// What answers dispatches nothing on the CPU; elsewhere it may, once.
-thread_local bool answering = false;
+// Operations that this thread runs meanwhile are not looked at.
+thread_local bool looks_away = false;
 
 // An operation that did not find what it reads, until it has ended, by raising that:
 // those that it calls meanwhile ask no more.
-thread_local bool failing = false;
 struct Failing final : at::ObserverContext {
   Failing() {
-    failing = true;
+    looks_away = true;
   }
   ~Failing() override {
-    failing = false;
+    looks_away = false;
   }
   Failing(const Failing&) = delete;
   Failing& operator=(const Failing&) = delete;
 };
 
 std::unique_ptr<at::ObserverContext> before_operation(const at::RecordFunction& function) {
-  if (answering || failing) {
+  if (looks_away) {
     return nullptr;
   }
   const Inputs inputs(function);
   if (inputs.empty()) {
     return nullptr;
   }
-  answering = true;
+  looks_away = true; // what answers dispatches nothing on the CPU; elsewhere it may, once
   const bool found = inputs.announce(function);
-  answering = false;
+  looks_away = false;
   return found ? nullptr : std::make_unique<Failing>();
 }
 

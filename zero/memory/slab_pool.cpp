@@ -1,6 +1,13 @@
 #include <zero/memory/slab_pool.h>
 
 namespace zero::memory {
+namespace {
+
+// A slab that is so many times as large is left to a unit that needs it: what is small
+// is made anew for less.
+constexpr int64_t kRoom = 2;
+
+} // namespace
 
 Slab SlabPool::take(int64_t numel, const at::TensorOptions& options) {
   const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
@@ -10,13 +17,15 @@ Slab SlabPool::take(int64_t numel, const at::TensorOptions& options) {
     auto best = free_.end();
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       const at::Tensor& held = it->bytes.tensor();
-      const bool fits = held.numel() >= bytes && held.device() == options.device();
+      const bool fits = held.numel() >= bytes && held.numel() <= kRoom * bytes &&
+          held.device() == options.device();
       if (fits && (best == free_.end() || held.numel() < best->bytes.tensor().numel())) {
         best = it;
       }
     }
     if (best != free_.end()) {
       slab.bytes = std::move(best->bytes);
+      slab.tensor = std::move(best->tensor);
       slab.last_use = std::move(best->last_use);
       free_.erase(best);
     }
@@ -26,15 +35,17 @@ Slab SlabPool::take(int64_t numel, const at::TensorOptions& options) {
         FlatBuffer(bytes, options.dtype(at::kByte), Purpose::buffers, account_, source_.get());
   }
   slab.last_use.wait();
-  slab.tensor = tensor_over(slab.bytes.tensor().storage(), {numel}, {1}, options);
+  if (!slab.tensor.defined() || slab.tensor.numel() != numel ||
+      slab.tensor.dtype() != options.dtype()) {
+    slab.tensor = tensor_over(slab.bytes.tensor().storage(), {numel}, {1}, options);
+  }
   return slab;
 }
 
 void SlabPool::give(Slab slab) {
   slab.last_use.record(slab.tensor.device());
-  slab.tensor.reset();
   const std::lock_guard lock(mutex_);
-  free_.push_back({std::move(slab.bytes), std::move(slab.last_use), true});
+  free_.push_back({std::move(slab.bytes), std::move(slab.tensor), std::move(slab.last_use), true});
 }
 
 void SlabPool::trim() {

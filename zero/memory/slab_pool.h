@@ -46,6 +46,7 @@ class SlabPool {
  private:
   struct Free {
     FlatBuffer bytes;
+    at::Tensor tensor; // as it was given back
     Moment last_use;
     bool used = false; // since the last trim
   };

@@ -1,5 +1,6 @@
 #include <zero/memory/slab_view.h>
 
+#include <atomic>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -11,26 +12,9 @@
 namespace zero::memory {
 namespace {
 
-// What an open storage's pointer owns.
-struct Hold {
-  c10::Storage slab;
-  OnUse* on_use;
-};
-
-void drop_slab(void* context) {
-  delete static_cast<Hold*>(context);
-}
-
 // Its address marks the storages that are closed: the guard's test is one
 // comparison, without a table or a lock.
 void closed_marker(void* /*on_use*/) {}
-
-c10::DataPtr pointer_into(const at::Tensor& slab, int64_t offset, OnUse* on_use = nullptr) {
-  auto* hold = new Hold{slab.storage(), on_use};
-  void* data =
-      static_cast<char*>(slab.mutable_data_ptr()) + offset * static_cast<int64_t>(slab.itemsize());
-  return {data, hold, &drop_slab, slab.device()};
-}
 
 c10::StorageImpl* impl_of(const c10::Storage& storage) {
   return storage.unsafeGetStorageImpl();
@@ -46,6 +30,38 @@ c10::Storage empty_storage(int64_t bytes, c10::Device device) {
 }
 
 } // namespace
+
+// What the pointers of open storages own together.
+struct SlabView::Source::Hold {
+  c10::Storage slab;
+  OnUse* on_use;
+  char* data;
+  int64_t itemsize;
+  std::atomic<int64_t> owners = 1;
+};
+
+SlabView::Source::Source(const at::Tensor& slab, OnUse* on_use)
+    : hold_(new Hold{
+          slab.storage(),
+          on_use,
+          static_cast<char*>(slab.mutable_data_ptr()),
+          static_cast<int64_t>(slab.itemsize())}) {}
+
+SlabView::Source::~Source() {
+  drop(hold_);
+}
+
+void SlabView::Source::drop(void* hold) {
+  auto* dropped = static_cast<Hold*>(hold);
+  if (dropped->owners.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    delete dropped;
+  }
+}
+
+c10::DataPtr SlabView::Source::at(int64_t offset) const {
+  hold_->owners.fetch_add(1, std::memory_order_relaxed);
+  return {hold_->data + offset * hold_->itemsize, hold_, &drop, hold_->slab.device()};
+}
 
 SlabView& SlabView::operator=(SlabView&& other) noexcept {
   std::swap(storage_, other.storage_);
@@ -69,7 +85,7 @@ SlabView::adopt(at::Tensor& tensor, const at::Tensor& slab, int64_t offset, bool
   SlabView view;
   if (own_storage) {
     view.storage_ = tensor.storage();
-    impl_of(view.storage_)->set_data_ptr_noswap(pointer_into(slab, offset));
+    impl_of(view.storage_)->set_data_ptr_noswap(Source(slab).at(offset));
     return view;
   }
   return replace(tensor, slab, offset);
@@ -79,7 +95,7 @@ SlabView SlabView::replace(at::Tensor& tensor, const at::Tensor& slab, int64_t o
   SlabView view;
   view.storage_ =
       empty_storage(static_cast<int64_t>(tensor.numel() * slab.itemsize()), slab.device());
-  impl_of(view.storage_)->set_data_ptr_noswap(pointer_into(slab, offset));
+  impl_of(view.storage_)->set_data_ptr_noswap(Source(slab).at(offset));
   at::Tensor gradient = std::move(tensor.mutable_grad());
   tensor.mutable_grad().reset();
   tensor.set_data(tensor_over(
@@ -103,12 +119,16 @@ SlabView::make(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorO
 }
 
 void SlabView::point_to(const at::Tensor& slab, int64_t offset, OnUse* on_use) {
+  point_to(Source(slab, on_use), offset);
+}
+
+void SlabView::point_to(const Source& source, int64_t offset) {
   if (closed_) {
     impl_of(storage_)->clear_data_ptr_access_error_msg_();
     closed_ = false;
     parked_.clear();
   }
-  impl_of(storage_)->set_data_ptr_noswap(pointer_into(slab, offset, on_use));
+  impl_of(storage_)->set_data_ptr_noswap(source.at(offset));
 }
 
 void SlabView::close(std::string message, OnUse* on_use) {
@@ -179,8 +199,8 @@ SlabView::Keeper SlabView::keeper_of(const at::Tensor& tensor) noexcept {
   if (data.get_deleter() == &closed_marker) {
     return {static_cast<OnUse*>(data.get_context()), true};
   }
-  if (data.get_deleter() == &drop_slab) {
-    return {static_cast<Hold*>(data.get_context())->on_use, false};
+  if (data.get_deleter() == &Source::drop) {
+    return {static_cast<Source::Hold*>(data.get_context())->on_use, false};
   }
   return {};
 }

@@ -44,6 +44,23 @@ class OnUse {
 
 class SlabView {
  public:
+  // A slab that views are going to look into, who keep it from then on, and who is told
+  // of writes to them.
+  class Source {
+   public:
+    explicit Source(const at::Tensor& slab, OnUse* on_use = nullptr);
+    ~Source();
+    Source(const Source&) = delete;
+    Source& operator=(const Source&) = delete;
+    c10::DataPtr at(int64_t offset) const;
+
+   private:
+    friend class SlabView;
+    struct Hold;
+    static void drop(void* hold);
+    Hold* hold_;
+  };
+
   SlabView() = default;
   SlabView(SlabView&&) noexcept = default;
   SlabView& operator=(SlabView&& other) noexcept;
@@ -69,6 +86,7 @@ class SlabView {
 
   // Opens on elements of a slab from `offset` on. `on_use` is told of writes.
   void point_to(const at::Tensor& slab, int64_t offset, OnUse* on_use = nullptr);
+  void point_to(const Source& source, int64_t offset);
   // Takes the data away; open() brings it back. `on_use` may be null.
   void close(std::string message, OnUse* on_use);
   void open();

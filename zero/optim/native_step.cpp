@@ -201,7 +201,7 @@ void native_step(
   const auto runs = begin_step(table, gradient, state.steps(), bucket, device, found_nonfinite);
   // Also where nothing of this rank's is stepped: state exists on all ranks or none,
   // so that all take part when it is made whole.
-  const std::vector<std::string> names = sharding::state_names(rule);
+  const std::vector<std::string>& names = sharding::state_names(rule);
   const auto& tensors =
       state.tensors(bucket, names, stepped.values.options().requires_grad(false), held.size());
   const at::Tensor reduced = of_dtype(gradient.reduced, stepped.values);

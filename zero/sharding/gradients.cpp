@@ -17,6 +17,13 @@ bool same_memory_format(const at::Tensor& one, const at::Tensor& other) {
       !one._is_zerotensor() && !one.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
+std::string reduced_message(const ParameterTable& table, const ParameterEntry& entry) {
+  return "[zero.sharding] gradient of parameter '" + entry.parameter.name + "' is sharded (rank " +
+      std::to_string(table.rank()) + " of " + std::to_string(table.world_size()) +
+      "): this operation needs the whole gradient; use the optimizer's clip_grad_norm_ to clip, "
+      "zero::full_grad to read it";
+}
+
 } // namespace
 
 GradientManager::GradientManager(
@@ -32,14 +39,6 @@ GradientManager::GradientManager(
   grow();
 }
 
-std::string GradientManager::reduced_message(int64_t index) const {
-  return "[zero.sharding] gradient of parameter '" + table_.entry(index).parameter.name +
-      "' is sharded (rank " + std::to_string(table_.rank()) + " of " +
-      std::to_string(table_.world_size()) +
-      "): this operation needs the whole gradient; use the optimizer's clip_grad_norm_ to clip, "
-      "zero::full_grad to read it";
-}
-
 void GradientManager::make_slot(int64_t index) {
   const ParameterEntry& entry = table_.entry(index);
   const at::Tensor& tensor = entry.parameter.tensor;
@@ -47,7 +46,8 @@ void GradientManager::make_slot(int64_t index) {
   std::tie(slot.alias, slot.view) = memory::SlabView::make(
       tensor.sizes(), tensor.strides(), table_.bucket(entry.slot.bucket).options);
   if (!whole_) {
-    slot.view.release(reduced_message(index));
+    slot.reduced_message = reduced_message(table_, entry);
+    slot.view.release(slot.reduced_message);
   }
   if (whole_ || !slot.stand_in.defined()) {
     slot.stand_in = slot.alias;
@@ -315,7 +315,7 @@ void GradientManager::show_reduced(int64_t index) {
       slot.view.point_to(storage_->open(place.bucket), place.offset);
     }
   } else {
-    slot.view.release(reduced_message(index));
+    slot.view.release(slot.reduced_message);
   }
   grad_of(index) = slot.stand_in;
 }

@@ -147,6 +147,7 @@ class GradientManager {
     at::Tensor alias; // over the slot in the open bucket
     memory::SlabView view; // of the alias
     at::Tensor stand_in; // what `.grad` is once reduced
+    std::string reduced_message; // of the view, once reduced
   };
   struct Bucket {
     int64_t pending = 0; // parameters not seen yet in this backward
@@ -201,7 +202,6 @@ class GradientManager {
   void reset_order();
   bool lost_backward() const; // one is open that ended in an exception
   void recover_if_abandoned();
-  std::string reduced_message(int64_t index) const;
 
   const GradientContext context_;
   ParameterTable& table_;

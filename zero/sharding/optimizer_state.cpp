@@ -25,30 +25,35 @@ std::string joined(const Names& names) {
 }
 
 template <typename AdamLike>
-Names adam_names(const AdamLike& rule) {
-  return rule.amsgrad ? Names{"exp_avg", "exp_avg_sq", kMaximum} : Names{"exp_avg", "exp_avg_sq"};
+const Names& adam_names(const AdamLike& rule) {
+  static const Names plain{"exp_avg", "exp_avg_sq"};
+  static const Names with_maximum{"exp_avg", "exp_avg_sq", kMaximum};
+  return rule.amsgrad ? with_maximum : plain;
 }
 
-Names names_of(const AdamW& rule) {
+const Names& names_of(const AdamW& rule) {
   return adam_names(rule);
 }
 
-Names names_of(const Adam& rule) {
+const Names& names_of(const Adam& rule) {
   return adam_names(rule);
 }
 
-Names names_of(const SGD& rule) {
-  return rule.momentum == 0.0 ? Names{} : Names{"momentum_buffer"};
+const Names& names_of(const SGD& rule) {
+  static const Names none;
+  static const Names momentum{"momentum_buffer"};
+  return rule.momentum == 0.0 ? none : momentum;
 }
 
-Names names_of(const Lion& /*rule*/) {
-  return {"exp_avg"};
+const Names& names_of(const Lion& /*rule*/) {
+  static const Names average{"exp_avg"};
+  return average;
 }
 
 } // namespace
 
-std::vector<std::string> state_names(const Rule& rule) {
-  return std::visit([](const auto& concrete) { return names_of(concrete); }, rule);
+const std::vector<std::string>& state_names(const Rule& rule) {
+  return std::visit([](const auto& concrete) -> const Names& { return names_of(concrete); }, rule);
 }
 
 OptimizerStateManager::OptimizerStateManager(

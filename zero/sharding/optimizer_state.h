@@ -15,7 +15,7 @@
 namespace zero::sharding {
 
 // Names of a rule's state tensors, as torch.optim has them.
-std::vector<std::string> state_names(const Rule& rule);
+const std::vector<std::string>& state_names(const Rule& rule);
 
 class OptimizerStateManager {
  public:

@@ -4,22 +4,12 @@
 
 #include <algorithm>
 #include <limits>
-#include <ranges>
+#include <optional>
 #include <utility>
 
 #include <zero/comm/blocking.h>
 
 namespace zero::sharding {
-namespace {
-
-// A unit that is used again this soon stays.
-constexpr int64_t kNear = 2;
-
-bool contains(const std::vector<int64_t>& items, int64_t item) {
-  return std::find(items.begin(), items.end(), item) != items.end();
-}
-
-} // namespace
 
 ParameterManager::ParameterManager(
     const Options& options,
@@ -70,6 +60,7 @@ void ParameterManager::grow(const std::vector<std::string>& names) {
     unit.slabs.emplace_back();
     unit.works.emplace_back();
     unit.numel += table_.bucket(b).layout.numel;
+    unit.whats.push_back("unit " + unit.name + ", " + table_.bucket(b).what);
     std::vector<std::string>& messages = unit.messages.emplace_back();
     for (const int64_t index : table_.bucket(b).layout.parameters) {
       messages.push_back(message_of(index));
@@ -132,7 +123,7 @@ void ParameterManager::leave(int64_t unit) noexcept {
   --left.entered;
   --depth_;
   if (left.entered == 0 && !backward) { // recomputed inside backward, it is needed next
-    const std::vector<int64_t> soon = schedule_.ahead(kNear);
+    const UnitSchedule::Units soon = schedule_.ahead(kNear);
     left.kept = left.kept || reshard_ == "false" ||
         (reshard_ == "auto" && (unit == 0 || schedule_.last(/*root=*/0)));
     if (!contains(soon, unit)) {
@@ -154,7 +145,7 @@ void ParameterManager::use(int64_t unit, bool backward) {
   const bool enclosed = last >= 0 && units_[last]->entered > 0;
   schedule_.use(unit, backward, enclosed);
   last_used_ = unit;
-  const std::vector<int64_t> soon = schedule_.ahead(std::max(prefetch_, kNear));
+  const UnitSchedule::Units soon = schedule_.ahead(std::max(prefetch_, kNear));
   if (used.state != State::whole) {
     make_room(unit, soon);
     start(unit, true);
@@ -168,13 +159,15 @@ void ParameterManager::use(int64_t unit, bool backward) {
   land(unit);
 }
 
-void ParameterManager::make_room(int64_t unit, const std::vector<int64_t>& soon) {
-  for (int64_t other = 0; other < unit_count(); ++other) {
-    const Unit& held = *units_[other];
+void ParameterManager::make_room(int64_t unit, const UnitSchedule::Units& soon) {
+  std::erase_if(gathered_, [&](int64_t other) {
+    Unit& held = *units_[other];
     if (other != unit && held.state != State::sharded && !contains(soon, other)) {
       release_unless_needed(other);
     }
-  }
+    held.listed = held.state != State::sharded;
+    return !held.listed;
+  });
 }
 
 void ParameterManager::check_process() const {
@@ -195,7 +188,10 @@ void ParameterManager::start(int64_t unit, bool training) {
     started.kept = reshard_ == "false" || (reshard_ == "auto" && unit == 0);
   }
   started.state = State::partly;
-  std::vector<size_t> missing;
+  if (!std::exchange(started.listed, true)) {
+    gathered_.push_back(unit);
+  }
+  Positions missing;
   for (size_t b = 0; b < started.buckets.size(); ++b) {
     if (started.slabs[b]) {
       continue;
@@ -210,15 +206,19 @@ void ParameterManager::start(int64_t unit, bool training) {
   gather(started, missing, training);
 }
 
-void ParameterManager::gather(Unit& unit, const std::vector<size_t>& positions, bool training) {
+void ParameterManager::gather(Unit& unit, const Positions& positions, bool training) {
+  if (positions.empty()) {
+    return;
+  }
   std::vector<comm::Gather> gathers;
+  gathers.reserve(positions.size());
   for (const size_t b : positions) {
     const BucketEntry& entry = table_.bucket(unit.buckets[b]);
     unit.slabs[b] = pool_->take(entry.layout.numel, entry.options);
     gathers.push_back(
         {unit.slabs[b].tensor,
          entry.values.tensor(),
-         {"unit " + unit.name + ", " + entry.what, unit.buckets[b], steps_, training}});
+         {unit.whats[b], unit.buckets[b], steps_, training}});
     live_numel_ += entry.layout.numel;
   }
   std::vector<comm::WorkPtr> works;
@@ -247,11 +247,16 @@ void ParameterManager::land(int64_t unit) {
       }
       landed.works[b] = nullptr;
     }
+    std::optional<memory::SlabView::Source> source;
     for (const int64_t index : table_.bucket(landed.buckets[b]).layout.parameters) {
       ParameterEntry& entry = table_.entry(index);
-      if (entry.view.closed()) {
-        entry.view.point_to(landed.slabs[b].tensor, entry.slot.offset, &landed);
+      if (!entry.view.closed()) {
+        continue;
       }
+      if (!source) {
+        source.emplace(landed.slabs[b].tensor, &landed);
+      }
+      entry.view.point_to(*source, entry.slot.offset);
     }
   }
   landed.state = State::whole;
@@ -299,95 +304,6 @@ void ParameterManager::release_unless_needed(int64_t unit) noexcept {
   if (!needed(held) && !held.kept && !held.restored) {
     release(unit);
   }
-}
-
-// What has its gradient is not read again in this backward.
-void ParameterManager::gradients_complete(int64_t bucket) {
-  const comm::BlockingScope blocking;
-  const std::lock_guard lock(mutex_);
-  const int64_t unit = table_.bucket(bucket).unit;
-  Unit& complete = *units_[unit];
-  if (complete.state == State::sharded || needed(complete) ||
-      contains(schedule_.ahead(kNear), unit)) {
-    return;
-  }
-  for (size_t b = 0; b < complete.buckets.size(); ++b) {
-    if (complete.buckets[b] == bucket) {
-      release_bucket(complete, b);
-      complete.state = State::partly;
-    }
-  }
-  const auto held = [](const memory::Slab& slab) { return static_cast<bool>(slab); };
-  if (std::none_of(complete.slabs.begin(), complete.slabs.end(), held)) {
-    complete.state = State::sharded;
-    complete.kept = false;
-  }
-}
-
-void ParameterManager::end_backward() {
-  const comm::BlockingScope blocking;
-  const std::lock_guard lock(mutex_);
-  for (int64_t unit = 0; unit < unit_count(); ++unit) {
-    units_[unit]->kept = false;
-    release_unless_needed(unit);
-  }
-  schedule_.end_pass();
-  last_used_ = -1;
-}
-
-void ParameterManager::before_step() {
-  const comm::BlockingScope blocking;
-  const std::lock_guard lock(mutex_);
-  depth_ = 0; // a forward that was torn down left no notice
-  for (int64_t unit = 0; unit < unit_count(); ++unit) {
-    units_[unit]->entered = 0;
-    TORCH_CHECK(
-        units_[unit]->held == 0,
-        "[zero.sharding] unit ",
-        units_[unit]->name,
-        " is held whole by zero.gathered(...) (rank ",
-        table_.rank(),
-        " of ",
-        table_.world_size(),
-        "), and a step would change it; step outside");
-    units_[unit]->kept = false;
-    release_unless_needed(unit);
-  }
-  schedule_.restart();
-  last_used_ = -1;
-  ++steps_;
-  pool_->trim();
-}
-
-void ParameterManager::discard() {
-  const comm::BlockingScope blocking;
-  const std::lock_guard lock(mutex_);
-  depth_ = 0;
-  for (int64_t unit = 0; unit < unit_count(); ++unit) {
-    Unit& discarded = *units_[unit];
-    discarded.entered = 0;
-    discarded.kept = false;
-    if (!discarded.restored && !(discarded.held > 0 && discarded.state == State::whole)) {
-      release(unit);
-    }
-  }
-  schedule_ = {};
-  last_used_ = -1;
-}
-
-std::vector<int64_t> ParameterManager::backward_order() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<int64_t> order;
-  const std::vector<int64_t>& forward = schedule_.forward_order();
-  for (const int64_t unit : std::ranges::reverse_view(forward)) {
-    order.insert(order.end(), units_[unit]->buckets.begin(), units_[unit]->buckets.end());
-  }
-  for (int64_t unit = unit_count() - 1; unit >= 0; --unit) {
-    if (!contains(forward, unit)) {
-      order.insert(order.end(), units_[unit]->buckets.begin(), units_[unit]->buckets.end());
-    }
-  }
-  return order;
 }
 
 } // namespace zero::sharding

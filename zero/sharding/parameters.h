@@ -7,6 +7,7 @@
 // about to read a parameter without data. All ranks use units in the same order;
 // what is gathered ahead and released follows from that order alone.
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -111,11 +112,13 @@ class ParameterManager {
     std::string name;
     std::vector<int64_t> buckets;
     std::vector<std::vector<std::string>> messages; // of its parameters, by bucket
+    std::vector<std::string> whats; // by bucket, for errors
     State state = State::sharded;
     int64_t numel = 0;
     int64_t entered = 0;
     int64_t held = 0;
     int64_t writable = 0;
+    bool listed = false; // among those gathered
     bool kept = false; // not released for others
     bool restored = false; // no longer managed
     std::atomic<int64_t> pins = 0;
@@ -128,10 +131,17 @@ class ParameterManager {
     int64_t index_;
   };
 
+  // A unit that is used again this soon stays.
+  static constexpr int64_t kNear = 2;
+  static bool contains(c10::ArrayRef<int64_t> items, int64_t item) {
+    return std::find(items.begin(), items.end(), item) != items.end();
+  }
+
   void use(int64_t unit, bool backward);
-  void make_room(int64_t unit, const std::vector<int64_t>& soon);
+  void make_room(int64_t unit, const UnitSchedule::Units& soon);
   void start(int64_t unit, bool training);
-  void gather(Unit& unit, const std::vector<size_t>& positions, bool training);
+  using Positions = c10::SmallVector<size_t, 4>; // of buckets in a unit
+  void gather(Unit& unit, const Positions& positions, bool training);
   void land(int64_t unit);
   void release(int64_t unit) noexcept;
   void release_bucket(Unit& unit, size_t position) noexcept;
@@ -166,6 +176,7 @@ class ParameterManager {
 
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<int64_t> gathered_; // and what was released since the last look
   struct Load {
     int64_t index;
     memory::FlatBuffer scratch;

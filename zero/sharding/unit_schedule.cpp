@@ -16,9 +16,14 @@ void UnitSchedule::use(int64_t unit, bool backward, bool enclosed) {
     }
   } else if (!backward) {
     first_uses_.clear();
+    used_.assign(used_.size(), false);
   }
-  if (!backward && std::find(first_uses_.begin(), first_uses_.end(), unit) == first_uses_.end()) {
-    first_uses_.push_back(unit);
+  if (!backward) {
+    used_.resize(std::max(used_.size(), static_cast<size_t>(unit) + 1));
+    if (!used_[unit]) {
+      used_[unit] = true;
+      first_uses_.push_back(unit);
+    }
   }
   position_ = {backward, position_.current, unit};
 }
@@ -64,8 +69,8 @@ bool UnitSchedule::last(int64_t root) const {
   return false;
 }
 
-std::vector<int64_t> UnitSchedule::ahead(int64_t count) const {
-  std::vector<int64_t> units;
+UnitSchedule::Units UnitSchedule::ahead(int64_t count) const {
+  Units units;
   Position position = position_;
   // A use of what is in the list already takes no place in it, but a loop ends.
   for (int64_t i = 0; i < 4 * count && static_cast<int64_t>(units.size()) < count; ++i) {
