@@ -1,15 +1,16 @@
 """Host time that sharding adds to a step of many tiny layers, by unit and step.
 
-    python benchmarks/overhead.py [--units 16 64 256 1024] [--parameters 1 2 8] [--rounds 5]
+    python benchmarks/overhead.py [--units 64 16 256 1024] [--parameters 2 1 8] [--rounds 3]
     python benchmarks/overhead.py --fake-ranks 8        # collectives that do nothing
 
 One rank, so nothing travels; each cell of the model is a unit of FSDP2 and of Zero's stage 3, which
-gather it twice. "over plain" is what a unit costs a step over one plain process with the same AdamW
-(torch's default for NAME, fused for NAME_fused and Zero) in the same round. With --fake-ranks
-torch's "fake" group plays that many ranks: what a strategy does for several ranks is in it, their
-bytes are not, and results are meaningless numbers. A strategy that such a group does not carry has
-no figure ("-"). Then what the on-use guard costs a GPT that isn't sharded, with it on and off in
-turn.
+gather it twice. The first of --units is measured with all of --parameters (parameters of a unit),
+the others with the first of those. "over plain" is what a unit costs a step over one plain process
+with the same AdamW (torch's default for NAME, fused for NAME_fused and Zero) in the same round.
+With --fake-ranks torch's "fake" group plays that many ranks: what a strategy does for several ranks
+is in it, their bytes are not, and results are meaningless numbers. A strategy that such a group
+does not carry has no figure ("-"). Then what the on-use guard costs a GPT that isn't sharded, with
+it on and off in turn.
 
 Each variant runs in a process of its own, since the guard sees every operation of its process.
 """
@@ -113,21 +114,30 @@ def key_of(units: int, parameters: int) -> str:
     return f"{units} x {parameters}"
 
 
+def by_units(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(units, parameters of a unit), as a row of the first table has them."""
+    return [(units, options.parameters[0]) for units in sorted(options.units)]
+
+
+def by_parameters(options: argparse.Namespace) -> list[tuple[int, int]]:
+    return [(options.units[0], parameters) for parameters in sorted(options.parameters)]
+
+
 def add_tables(result: Result, rounds: list[dict[str, Any]], options: argparse.Namespace) -> None:
     where = f"a fake group of {options.fake_ranks}" if options.fake_ranks > 1 else "one rank"
-    for parameters in options.parameters:
-        rows = []
-        for variant in VARIANTS[2:]:
-            cells = [
-                spread(over_plain(rounds, key_of(units, parameters), variant, units), 1)
-                for units in options.units
+    for name, cells in (("units", by_units(options)), ("parameters", by_parameters(options))):
+        rows = [
+            [
+                variant,
+                *(spread(over_plain(rounds, key_of(*cell), variant, cell[0]), 1) for cell in cells),
             ]
-            rows.append([variant, *cells])
+            for variant in VARIANTS[2:]
+        ]
         result.table(
-            f"{result.name}-{parameters}",
-            f"Host overhead, {where}: us per unit and step over plain torch with the same AdamW, "
-            f"units of {parameters} parameters (median and range of {len(rounds)} rounds)",
-            ["", *(f"{units} units" for units in options.units)],
+            f"{result.name}-{name}",
+            f"Host overhead, {where}: us per unit and step over plain torch with the same AdamW "
+            f"(median and range of {len(rounds)} rounds)",
+            ["", *(f"{units} units of {parameters}" for units, parameters in cells)],
             rows,
         )
 
@@ -159,25 +169,23 @@ def guard_round(steps: int) -> dict[str, float]:
 
 
 def draw(result: Result, rounds: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    panels = {}
-    for parameters in options.parameters:
-        panel = {}
-        for variant in VARIANTS[2:]:
-            points = []
-            for units in options.units:
-                extra = over_plain(rounds, key_of(units, parameters), variant, units)
-                if extra:
-                    points.append((units, max(0.1, statistics.median(extra))))
-            panel[variant] = points
-        panels[f"{parameters} parameters a unit"] = panel
+    panel = {}
+    for variant in VARIANTS[2:]:
+        points = []
+        for units, parameters in by_units(options):
+            extra = over_plain(rounds, key_of(units, parameters), variant, units)
+            if extra:
+                points.append((units, max(0.1, statistics.median(extra))))
+        panel[variant] = points
+    panels = {f"{options.parameters[0]} parameters a unit": panel}
     plots.lines(result.plot, panels, "units", "us per unit and step over plain torch")
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--units", type=int, nargs="+", default=[16, 64, 256, 1024])
-    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 2, 8], help="in a unit")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--units", type=int, nargs="+", default=[64, 16, 256, 1024])
+    parser.add_argument("--parameters", type=int, nargs="+", default=[2, 1, 8], help="in a unit")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="at most")
     parser.add_argument("--fake-ranks", type=int, default=1)
     parser.add_argument("--variant", choices=VARIANTS, help="only this one, in this process")
@@ -192,11 +200,8 @@ def main() -> None:
 
     def run(_: int) -> dict[str, Any]:
         return {
-            key_of(units, parameters): {
-                variant: measure(variant, units, parameters, options) for variant in VARIANTS
-            }
-            for parameters in options.parameters
-            for units in options.units
+            key_of(*cell): {variant: measure(variant, *cell, options) for variant in VARIANTS}
+            for cell in dict.fromkeys(by_units(options) + by_parameters(options))
         }
 
     rounds = result.rounds(options.rounds, run)
