@@ -31,7 +31,8 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """One thread a rank, and a launcher's variables."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **shared, **place}
+    quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of peers that call torch's older names
+    return {**os.environ, **quiet, **shared, **place}
 
 
 def run_ranks(command: Sequence[str], ranks: int, limit: float = 600) -> Any:

@@ -152,4 +152,5 @@ def spread(values: Sequence[float], digits: int = 2, scale: float = 1.0) -> str:
         return "-"
     low, middle, high = min(values), statistics.median(values), max(values)
     parts = [f"{value * scale:.{digits}f}" for value in (middle, low, high)]
-    return parts[0] if len(values) == 1 else f"{parts[0]} ({parts[1]}-{parts[2]})"
+    between = " to " if low < 0 else "-"
+    return parts[0] if len(values) == 1 else f"{parts[0]} ({parts[1]}{between}{parts[2]})"

@@ -89,6 +89,7 @@ def test_others_on_the_machine_are_told():
 
 def test_spreads():
     assert results.spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0-3.0)"
+    assert results.spread([-3.0, 1.0, -2.0], 0) == "-2 (-3 to 1)"
     assert results.spread([0.5], 2) == "0.50" and results.spread([]) == "-"
 
 
