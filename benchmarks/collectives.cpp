@@ -1,15 +1,14 @@
 // One rank of a benchmark of collectives between processes of one host, each done by
 // torch's own Gloo group, by Zero over Gloo and over the host's memory, and beside them
 // a memcpy of the bytes that a rank has to get from others. collectives.py starts the
-// ranks and prints what rank 0 writes, a JSON document.
+// ranks and prints what rank 0 writes, a JSON document. Zero's are measured once more
+// beside computation, as a step has them: how long they take then, and what they cost it.
 //
-//   torchrun --no-python --nproc-per-node 2 build/bench_collectives ROUNDS MIB...
+//   torchrun --no-python --nproc-per-node 2 build/bench_collectives ROUNDS KIB...
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <exception>
-#include <functional>
 #include <iostream>
 #include <memory>
 #include <sstream>
@@ -25,124 +24,20 @@
 #include <zero/memory/flat_buffer.h>
 
 #include "arguments.h"
+#include "collective_ways.h"
 
 namespace {
 
-using zero::comm::Kind;
-using Call = std::function<void()>;
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Communicator = std::shared_ptr<zero::comm::Communicator>;
+using namespace zero::benchmarks;
 
 constexpr double kTimeoutSeconds = 60.0;
 constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kPieces = 500; // of computation, to learn how long one takes
 
 struct Options {
   int64_t rounds = 0;
-  std::vector<int64_t> mib;
+  std::vector<int64_t> kib;
 };
-
-struct Case {
-  Kind kind;
-  at::ScalarType dtype;
-  int64_t numel; // of the whole tensor
-  int64_t calls; // back to back in a round
-
-  int64_t bytes() const {
-    return numel * static_cast<int64_t>(at::elementSize(dtype));
-  }
-};
-
-// Flat buffers as Zero has them (large ones in huge pages, where peers can read them),
-// and one set for all ways, so that none has the caches to itself.
-struct Buffers {
-  at::Tensor whole;
-  at::Tensor shard;
-  at::Tensor copied; // what memcpy reads
-};
-
-struct Way {
-  std::string name;
-  Call call;
-};
-
-struct Ranks {
-  Group group;
-  Communicator over_group;
-  Communicator over_host;
-
-  int64_t rank() const {
-    return group->getRank();
-  }
-  int64_t size() const {
-    return group->getSize();
-  }
-};
-
-// ---- the ways ----
-
-Call with_gloo(const Group& group, Kind kind, const Buffers& buffers) {
-  // The group's own names of these two changed between torch's versions.
-  const auto backend = group->getBackend(c10::DeviceType::CPU);
-  const auto wait = [](const c10::intrusive_ptr<c10d::Work>& work) { work->wait(); };
-  switch (kind) {
-  case Kind::reduce_scatter:
-    return [=, shard = buffers.shard, whole = buffers.whole]() mutable {
-      wait(backend->_reduce_scatter_base(shard, whole, {.asyncOp = false}));
-    };
-  case Kind::all_gather:
-    return [=, shard = buffers.shard, whole = buffers.whole]() mutable {
-      wait(backend->_allgather_base(whole, shard, {.asyncOp = false}));
-    };
-  case Kind::all_reduce:
-    return [=, tensors = std::vector<at::Tensor>{buffers.whole}]() mutable {
-      wait(group->allreduce(tensors, {.asyncOp = false}));
-    };
-  default:
-    c10d::BarrierOptions options;
-    options.device = at::kCPU;
-    options.asyncOp = false;
-    return [=] { wait(group->barrier(options)); };
-  }
-}
-
-Call with_zero(const Communicator& communicator, Kind kind, const Buffers& buffers) {
-  const zero::comm::Tag tag{"a benchmark"};
-  switch (kind) {
-  case Kind::reduce_scatter:
-    return [=] { communicator->reduce_scatter(buffers.shard, buffers.whole, {}, tag)->wait(); };
-  case Kind::all_gather:
-    return [=] { communicator->all_gather(buffers.whole, buffers.shard, tag)->wait(); };
-  case Kind::all_reduce:
-    return [=] { communicator->all_reduce(buffers.whole, {}, tag)->wait(); };
-  default:
-    return [=] { communicator->barrier(tag); };
-  }
-}
-
-// An all-reduce is a reduce-scatter and an all-gather.
-Call with_memcpy(const Ranks& ranks, const Case& work, const Buffers& buffers) {
-  auto* to = static_cast<char*>(buffers.whole.mutable_data_ptr());
-  const auto* from = static_cast<const char*>(buffers.copied.const_data_ptr());
-  const auto bytes = static_cast<size_t>(work.bytes() / ranks.size() * (ranks.size() - 1));
-  const int times = work.kind == Kind::all_reduce ? 2 : 1;
-  return [=] {
-    for (int i = 0; i < times; ++i) {
-      std::memcpy(to, from, bytes);
-    }
-  };
-}
-
-std::vector<Way> ways_of(const Ranks& ranks, const Case& work, const Buffers& buffers) {
-  std::vector<Way> ways = {
-      {"gloo", with_gloo(ranks.group, work.kind, buffers)},
-      {"group", with_zero(ranks.over_group, work.kind, buffers)},
-      {"host", with_zero(ranks.over_host, work.kind, buffers)},
-  };
-  if (work.bytes() >= kMiB) {
-    ways.push_back({"memcpy", with_memcpy(ranks, work, buffers)});
-  }
-  return ways;
-}
 
 // ---- one case ----
 
@@ -209,35 +104,89 @@ time_ways(const Ranks& ranks, const Case& work, const std::vector<Way>& ways, in
   return times;
 }
 
+// [collective] The tensor of every rank, stacked.
+at::Tensor of_all(const Ranks& ranks, const at::Tensor& own) {
+  std::vector<std::vector<at::Tensor>> all(1);
+  for (int64_t rank = 0; rank < ranks.size(); ++rank) {
+    all[0].push_back(at::empty_like(own));
+  }
+  std::vector<at::Tensor> inputs = {own};
+  ranks.group->allgather(all, inputs)->wait();
+  return at::stack(all[0]);
+}
+
 // [collective] Seconds a call, ways x rounds: from when the first rank began to when
 // the last one ended.
 at::Tensor seconds_of(const Ranks& ranks, const Case& work, const at::Tensor& times) {
-  std::vector<std::vector<at::Tensor>> all(1);
-  for (int64_t rank = 0; rank < ranks.size(); ++rank) {
-    all[0].push_back(at::empty_like(times));
-  }
-  std::vector<at::Tensor> own = {times};
-  ranks.group->allgather(all, own)->wait();
-  const auto everyone = at::stack(all[0]);
+  const auto everyone = of_all(ranks, times);
   const auto began = everyone.select(-1, 0).amin(0);
   const auto ended = everyone.select(-1, 1).amax(0);
   return (ended - began).to(at::kDouble) / (1e9 * static_cast<double>(work.calls));
 }
 
-std::string json_of(const Case& work, const std::vector<Way>& ways, const at::Tensor& seconds) {
-  std::ostringstream json;
-  json << "{\"collective\": \"" << name_of(work.kind) << "\", \"dtype\": \""
-       << c10::toString(work.dtype) << "\", \"bytes\": " << work.bytes()
-       << ", \"calls\": " << work.calls << ", \"seconds\": {";
-  for (size_t way = 0; way < ways.size(); ++way) {
-    json << (way == 0 ? "\"" : ", \"") << ways[way].name << "\": [";
-    const auto row = seconds[static_cast<int64_t>(way)];
-    for (int64_t round = 0; round < row.numel(); ++round) {
-      json << (round == 0 ? "" : ", ") << row[round].item<double>();
-    }
-    json << "]";
+// ---- beside computation ----
+
+// Some microseconds of arithmetic in a core's cache.
+class Computation {
+ public:
+  void piece() {
+    at::mm_out(product_, left_, right_);
   }
-  json << "}}";
+
+ private:
+  at::Tensor left_ = at::full({64, 64}, 0.5);
+  at::Tensor right_ = at::full({64, 64}, 0.25);
+  at::Tensor product_ = at::empty({64, 64});
+};
+
+// [collective] rounds x (seconds a call, seconds of computation that a call cost this
+// rank). A rank goes on computing until its call is done, and starts the next one then;
+// what a piece takes while all ranks compute, it learns just before.
+at::Tensor time_beside(const Ranks& ranks, const Case& work, const Way& way, int64_t rounds) {
+  Computation computation;
+  const auto figures = at::empty({rounds, 2}, at::kDouble);
+  auto* figure = figures.mutable_data_ptr<double>();
+  for (int64_t round = 0; round < rounds; ++round, figure += 2) {
+    way.call();
+    ranks.over_host->barrier({"a benchmark"});
+    const auto learning = now_ns();
+    for (int64_t i = 0; i < kPieces; ++i) {
+      computation.piece();
+    }
+    const double piece = static_cast<double>(now_ns() - learning) / kPieces;
+    ranks.over_host->barrier({"a benchmark"});
+    int64_t pieces = 0;
+    const auto began = now_ns();
+    for (int64_t i = 0; i < work.calls; ++i) {
+      const auto started = way.start();
+      do {
+        computation.piece();
+        ++pieces;
+      } while (!started->done());
+      started->wait();
+    }
+    const auto took = static_cast<double>(now_ns() - began);
+    const double scale = 1e9 * static_cast<double>(work.calls);
+    figure[0] = took / scale;
+    figure[1] = (took - static_cast<double>(pieces) * piece) / scale;
+  }
+  return figures;
+}
+
+bool beside_computation(const Case& work) {
+  return work.dtype == at::kFloat &&
+      (work.kind == Kind::reduce_scatter || work.kind == Kind::all_gather);
+}
+
+// ---- what is written ----
+
+std::string json_of(const at::Tensor& row) {
+  std::ostringstream json;
+  json << "[";
+  for (int64_t i = 0; i < row.numel(); ++i) {
+    json << (i == 0 ? "" : ", ") << row[i].item<double>();
+  }
+  json << "]";
   return json.str();
 }
 
@@ -247,7 +196,32 @@ std::string run(const Ranks& ranks, const Case& work, int64_t rounds) {
   for (const auto& way : ways) {
     check(ranks, work, buffers, way);
   }
-  return json_of(work, ways, seconds_of(ranks, work, time_ways(ranks, work, ways, rounds)));
+  const auto seconds = seconds_of(ranks, work, time_ways(ranks, work, ways, rounds));
+  std::ostringstream json;
+  json << "{\"collective\": \"" << name_of(work.kind) << "\", \"dtype\": \""
+       << c10::toString(work.dtype) << "\", \"bytes\": " << work.bytes()
+       << ", \"calls\": " << work.calls << ", \"seconds\": {";
+  for (size_t way = 0; way < ways.size(); ++way) {
+    json << (way == 0 ? "\"" : ", \"") << ways[way].name
+         << "\": " << json_of(seconds[static_cast<int64_t>(way)]);
+  }
+  json << "}";
+  if (beside_computation(work)) {
+    json << ", \"beside\": {";
+    const char* separator = "";
+    for (const auto& way : ways) {
+      if (!way.start) {
+        continue;
+      }
+      const auto figures = of_all(ranks, time_beside(ranks, work, way, rounds)).mean(0);
+      json << separator << "\"" << way.name << "\": {\"seconds\": " << json_of(figures.select(1, 0))
+           << ", \"taken\": " << json_of(figures.select(1, 1)) << "}";
+      separator = ", ";
+    }
+    json << "}";
+  }
+  json << "}";
+  return json.str();
 }
 
 // ---- all of them ----
@@ -261,11 +235,12 @@ std::vector<Case> cases_of(const Options& options, int64_t ranks) {
   };
   for (const Kind kind : {Kind::reduce_scatter, Kind::all_gather, Kind::all_reduce}) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-      for (const int64_t mib : options.mib) {
+      for (const int64_t kib : options.kib) {
         // Shards of whole cache lines, as in Zero's buffers.
-        const int64_t lines = (mib * kMiB + 64 * ranks - 1) / (64 * ranks) * ranks;
+        const int64_t lines = (kib * kKiB + 64 * ranks - 1) / (64 * ranks) * ranks;
         const auto numel = lines * 64 / static_cast<int64_t>(at::elementSize(dtype));
-        cases.push_back({kind, dtype, numel, std::max<int64_t>(1, 32 / mib)});
+        const int64_t calls = 32 * kMiB / (kib * kKiB);
+        cases.push_back({kind, dtype, numel, std::clamp<int64_t>(calls, 1, 32)});
       }
     }
   }
@@ -274,11 +249,11 @@ std::vector<Case> cases_of(const Options& options, int64_t ranks) {
 
 Options parse(int argc, char** argv) {
   if (argc < 3) {
-    throw std::invalid_argument("usage: bench_collectives ROUNDS MIB...");
+    throw std::invalid_argument("usage: bench_collectives ROUNDS KIB...");
   }
-  Options options{zero::benchmarks::number(argv[1]), {}};
+  Options options{number(argv[1]), {}};
   for (int i = 2; i < argc; ++i) {
-    options.mib.push_back(zero::benchmarks::number(argv[i]));
+    options.kib.push_back(number(argv[i]));
   }
   return options;
 }

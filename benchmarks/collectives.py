@@ -10,6 +10,9 @@ for all_reduce): what moving them costs at least; small tensors it finds in the 
 shard lies apart from the whole tensor, so all_gather copies each rank's own too. "host/this" is the
 median over rounds of host's time by this way's.
 
+"Beside computation": the ranks multiply small matrices until a call is done. "costs" is the time by
+which a call puts that computation off, on average over the ranks.
+
 `make build` builds bench_collectives, the program of a rank. Don't run anything else meanwhile.
 """
 
@@ -23,7 +26,7 @@ from typing import Any
 
 from common import add_program, check_program, figures_of, run_ranks
 from plots import BLUE, GREY, ORANGE, PALE_BLUE, pyplot, save, tidy
-from results import Result, parser_of
+from results import Result, parser_of, spread
 
 COLORS = {"gloo": ORANGE, "group": PALE_BLUE, "host": BLUE, "memcpy": GREY}
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
@@ -58,7 +61,10 @@ def summary(case: Case) -> dict[str, dict[str, float]]:
 def size_of(case: Case) -> str:
     if case["bytes"] == 0:
         return ""
-    return f"{case['bytes'] / MIB:.0f} MiB" if case["bytes"] >= MIB else f"{case['bytes']} B"
+    for unit, size in (("MiB", MIB), ("KiB", 2**10)):
+        if case["bytes"] >= size:
+            return f"{case['bytes'] / size:.0f} {unit}"
+    return f"{case['bytes']} B"
 
 
 def add_table(result: Result, run: Run) -> None:
@@ -84,6 +90,23 @@ def add_table(result: Result, run: Run) -> None:
         f"Collectives of {run['ranks']} ranks on one host (median and range of {run['rounds']} "
         f"rounds; {transports})",
         ["", "time", "GiB/s", "host / this"],
+        rows,
+    )
+
+
+def add_beside(result: Result, run: Run) -> None:
+    rows = []
+    for case in run["cases"]:
+        for way, times in case.get("beside", {}).items():
+            figures = [spread([1e3 * t for t in times[key]], 3) for key in ("seconds", "taken")]
+            name = f"{case['collective']} {DTYPES[case['dtype']]} {size_of(case)}, {way}"
+            alone = f"{1e3 * case['summary'][way]['median']:.3f}"
+            rows.append([name, alone, *figures])
+    result.table(
+        f"collectives-beside-{run['ranks']}",
+        f"Collectives of {run['ranks']} ranks beside computation, ms a call (median and range of "
+        f"{run['rounds']} rounds)",
+        ["", "alone", "takes", "costs"],
         rows,
     )
 
@@ -131,7 +154,7 @@ def draw_run(row: Any, run: Run) -> None:
         names = [f"{size_of(case)}\n{DTYPES[case['dtype']]}" for case in cases]
         axes.set_xticks(range(len(cases)), names, fontsize=8)
         axes.set_title(f"{collective}, {run['ranks']} ranks", fontsize=10)
-    tiny = [case for case in run["cases"] if case["bytes"] < MIB]
+    tiny = [case for case in run["cases"] if case["bytes"] < 2**10]
     draw_bars(row[-1], tiny, "us")
     names = [f"{case['collective']}\n{size_of(case)}".rstrip() for case in tiny]
     row[-1].set_xticks(range(len(tiny)), names, fontsize=8)
@@ -165,23 +188,24 @@ def draw(runs: list[Run], path: Path) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64], help="sizes of tensors")
+    parser.add_argument("--kib", type=int, nargs="+", default=[256, 2**10, 2**14, 2**16])
     parser.add_argument("--rounds", type=int, default=9)
     add_program(parser, "bench_collectives")
     options = parser.parse_args()
     check_program(options.program)
     if options.quick:
-        options.ranks, options.mib, options.rounds = [2], [1], 2
+        options.ranks, options.kib, options.rounds = [2], [1024], 2
     result = Result("collectives", options)
     runs = []
     for ranks in options.ranks:
-        numbers = [str(number) for number in (options.rounds, *options.mib)]
+        numbers = [str(number) for number in (options.rounds, *options.kib)]
         try:
             runs.append(measure(options.program, ranks, numbers, options.limit))
         except RuntimeError as error:
             sys.exit(str(error))
         result.lap()
         add_table(result, runs[-1])
+        add_beside(result, runs[-1])
     result.data = {"cores": len(os.sched_getaffinity(0)), "runs": runs}
     draw(runs, result.plot)
     result.write()

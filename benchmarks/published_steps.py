@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaling_model import Cluster, Link, Unit, ring, step_seconds
+from scaling_model import Cluster, Collective, Link, Unit, ring, step_seconds
 
 HOP, NODE_HOP = 3.4e-6, 9.6e-6
 NODE_BANDWIDTH, NETWORK_BANDWIDTH = 370e9, 320e9
@@ -83,7 +83,7 @@ def megatron_rate(
     """TFLOP/s of a GPU."""
     link = ring(gpus, 8, HOP, NODE_HOP, bandwidth)
     units = megatron_units(model, sequences, rate)
-    seconds = step_seconds(3, units, Cluster(gpus, link, link), 0.0)
+    seconds = step_seconds(3, units, Cluster(gpus, Collective(link), Collective(link)), 0.0)
     return model.flops(sequences) / seconds / 1e12
 
 
@@ -149,7 +149,7 @@ def llama_rate(gpus: int, compute: float) -> float:
     """Tokens a second of a GPU."""
     bandwidth = NODE_BANDWIDTH if gpus <= 8 else NETWORK_BANDWIDTH
     link: Link = ring(gpus, 8, HOP, NODE_HOP, bandwidth)
-    return LLAMA_TOKENS / step_seconds(3, llama_units(compute), Cluster(gpus, link, link), 0.0)
+    return LLAMA_TOKENS / step_seconds(3, llama_units(compute), Cluster(gpus, Collective(link), Collective(link)), 0.0)
 
 
 def torchtitan() -> list[Point]:

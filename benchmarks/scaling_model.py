@@ -1,18 +1,19 @@
 """What a training step should take: collectives as latency plus bytes over bandwidth, computation
 that may hide them, and the traffic of each stage.
 
-    python benchmarks/scaling_model.py [--results DIR] [--tasks small large]
+    python benchmarks/scaling_model.py [--results DIR]
 
-Prints what the model says of steps that were published (published_steps.py), and of the steps and
-collectives that steps.py and collectives.py measured into the folder of results: the collectives
-are fitted by size, and nothing of the steps but the computation of a rank (`concurrent`) is used.
+Prints what the model says of steps that were published (published_steps.py), and of the steps of
+several ranks that steps.py measured into the folder of results. Of those it uses nothing but the
+computation of plain ranks at once (`concurrent`); the rest comes from Zero's steps on one rank
+(steps.py --ranks 1), by the same round's plain process, and from collectives.py: what a collective
+takes alone, what beside computation, and by how much it puts that off.
 
 A collective of S bytes on N ranks takes alpha + beta * S * (N-1)/N, an all-reduce that of a
 reduce-scatter and an all-gather. Computation and network are one queue each. At stage 3 a unit's
-gather starts when the unit before the last one is done (two are whole at a time), its gradients
-leave when they are there. Not in it: stragglers, memory pressure, what a transfer takes of the
-processor while it is hidden. Where ranks compute on the cores that also copy, nothing is hidden
-(``overlap=False``).
+gather starts when the unit before it begins, its gradients leave when they are there; stages 1 and
+2 gather during the next forward, bucket by bucket. Not in it: stragglers, memory pressure, ranks
+that wait for each other's processor.
 """
 
 from __future__ import annotations
@@ -76,11 +77,76 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """``alone``: while the rank waits. ``beside`` computation it takes that long and puts it off
+    by ``taken``; without these it is hidden at no cost."""
+
+    alone: Link
+    beside: Link | None = None
+    taken: Link = Link(0.0, 0.0)
+
+    def transfer(self, size: float, ranks: int) -> Transfer:
+        beside = (self.beside or self.alone).seconds(size, ranks)
+        taken = min(self.taken.seconds(size, ranks), beside)
+        return Transfer(self.alone.seconds(size, ranks), beside, taken)
+
+
+@dataclass
+class Transfer:
+    """One collective on its way; ``left`` of 1."""
+
+    alone: float
+    beside: float
+    taken: float
+    left: float = 1.0
+
+
+@dataclass(frozen=True)
 class Cluster:
     ranks: int
-    gather: Link
-    reduce: Link
-    overlap: bool = True
+    gather: Collective
+    reduce: Collective
+
+
+class Timeline:
+    """A rank that computes, and its collectives, one after the other."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue: list[Transfer] = []
+
+    def send(self, transfer: Transfer) -> Transfer:
+        if transfer.alone > 0 or transfer.beside > 0:
+            self._queue.append(transfer)
+        return transfer
+
+    def wait(self, transfer: Transfer) -> None:
+        while any(queued is transfer for queued in self._queue):
+            self._finish_first()
+
+    def wait_all(self) -> None:
+        while self._queue:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        first = self._queue.pop(0)
+        self.now += first.left * first.alone
+
+    def compute(self, seconds: float) -> None:
+        while seconds > 0:
+            if not self._queue:
+                self.now += seconds
+                return
+            first = self._queue[0]
+            whole = first.left * first.beside
+            rate = 1 - first.taken / first.beside if first.beside > 0 else 1.0
+            passes = whole if seconds >= whole * rate else seconds / rate
+            seconds -= passes * rate
+            self.now += passes
+            if passes >= whole:
+                self._queue.pop(0)
+            else:
+                first.left -= passes / first.beside
 
 
 def traffic(stage: int, gathered: float, reduced: float, ranks: int) -> float:
@@ -91,81 +157,74 @@ def traffic(stage: int, gathered: float, reduced: float, ranks: int) -> float:
 
 
 def step_seconds(stage: int, units: Sequence[Unit], cluster: Cluster, optimizer: float) -> float:
-    """Of one step; ``optimizer``: seconds to update all parameters, of which stages 1 to 3 leave a
-    rank its part."""
-    own = optimizer if stage == 0 else optimizer / cluster.ranks
-    if not cluster.overlap:
-        compute = sum(unit.forward + unit.backward for unit in units)
-        return compute + own + communication(stage, units, cluster)
-    return _stage3(units, cluster) + own if stage == 3 else _replicated(units, cluster) + own
+    """Of one step in a steady state; ``units`` in the order of forward; ``optimizer``: seconds to
+    update all parameters, of which stages 1 to 3 leave a rank its part."""
+    run = Timeline()
+    if stage == 3:
+        _stage3(run, units, cluster)
+    else:
+        _replicated(run, stage, units, cluster)
+    run.wait_all()
+    return run.now + (optimizer if stage == 0 else optimizer / cluster.ranks)
 
 
-def communication(stage: int, units: Sequence[Unit], cluster: Cluster) -> float:
-    """Seconds of all collectives, one after the other."""
-    gathers = 2 if stage == 3 else 1
-    return sum(
-        gathers * cluster.gather.seconds(unit.gathered, cluster.ranks)
-        + cluster.reduce.seconds(unit.reduced, cluster.ranks)
-        for unit in units
-    )
-
-
-def _stage3(units: Sequence[Unit], cluster: Cluster) -> float:
-    compute = network = 0.0
-    done = [0.0, 0.0]  # when the last two units were done: the third may be gathered
+def _stage3(run: Timeline, units: Sequence[Unit], cluster: Cluster) -> None:
     passes = [(unit, unit.forward, False) for unit in units]
     passes += [(unit, unit.backward, True) for unit in reversed(units)]
-    leaving: list[tuple[float, float]] = []  # (ready, seconds) of gradients not yet on their way
-    for unit, seconds, backward in passes:
-        begin = done[-2]
-        while leaving and leaving[0][0] <= max(network, begin):  # those that were ready earlier
-            ready, takes = leaving.pop(0)
-            network = max(network, ready) + takes
-        network = max(network, begin) + cluster.gather.seconds(unit.gathered, cluster.ranks)
-        compute = max(compute, network) + seconds
-        done.append(compute)
+    gathers = [cluster.gather.transfer(unit.gathered, cluster.ranks) for unit, _, _ in passes]
+    run.send(gathers[0])
+    for i, (unit, seconds, backward) in enumerate(passes):
+        run.wait(gathers[i])
+        if i + 1 < len(passes):
+            run.send(gathers[i + 1])
+        run.compute(seconds)
         if backward:
-            leaving.append((compute, cluster.reduce.seconds(unit.reduced, cluster.ranks)))
-    for ready, takes in leaving:
-        network = max(network, ready) + takes
-    return max(compute, network)
+            run.send(cluster.reduce.transfer(unit.reduced, cluster.ranks))
 
 
-def _replicated(units: Sequence[Unit], cluster: Cluster) -> float:
-    """Stages 0 to 2 in a steady state: the all-gather travels during the next forward."""
-    gathers = [cluster.gather.seconds(unit.gathered, cluster.ranks) for unit in units]
-    compute = network = 0.0
-    for unit, takes in zip(units, gathers, strict=True):
-        network += takes
-        compute = max(compute, network) + unit.forward
+def _replicated(run: Timeline, stage: int, units: Sequence[Unit], cluster: Cluster) -> None:
+    def gather(unit: Unit) -> Transfer:
+        return run.send(cluster.gather.transfer(unit.gathered, cluster.ranks))
+
+    gathers = [gather(unit) for unit in units] if stage > 0 else []
+    for i, unit in enumerate(units):
+        if gathers:
+            run.wait(gathers[i])
+        run.compute(unit.forward)
     for unit in reversed(units):
-        compute += unit.backward
-        network = max(network, compute) + cluster.reduce.seconds(unit.reduced, cluster.ranks)
-    return max(compute, network)
+        run.compute(unit.backward)
+        run.send(cluster.reduce.transfer(unit.reduced, cluster.ranks))
+        if stage == 0:
+            gather(unit)
 
 
 # ---- steps that were measured here ----
 
 
 def links_of(collectives: dict[str, Any], ranks: int, way: str) -> Cluster | None:
-    """Fitted to the fp32 collectives of so many ranks, one ``way`` ("host", "group" or "gloo")."""
+    """Fitted to the fp32 collectives of so many ranks, one ``way`` ("host" or "group")."""
     for run in collectives["data"]["runs"]:
         if run["ranks"] != ranks:
             continue
-        links = []
+        found = []
         for kind in ("all_gather", "reduce_scatter"):
-            points = [
-                (case["bytes"], statistics.median(case["seconds"][way]))
-                for case in run["cases"]
-                if case["collective"] == kind and case["dtype"] == "Float"
+            cases = [c for c in run["cases"] if c["collective"] == kind and "beside" in c]
+            by_meaning = [
+                [(c["bytes"], c["seconds"][way]) for c in cases],
+                [(c["bytes"], c["beside"][way]["seconds"]) for c in cases],
+                [(c["bytes"], c["beside"][way]["taken"]) for c in cases],
             ]
-            links.append(fitted(points, ranks))
-        return Cluster(ranks, links[0], links[1], overlap=False)
+            links = [
+                fitted([(size, statistics.median(times)) for size, times in points], ranks)
+                for points in by_meaning
+            ]
+            found.append(Collective(*links))
+        return Cluster(ranks, *found)
     return None
 
 
 def unit_bytes(task: str) -> list[int]:
-    """Of each block of a task's model, then of what is left."""
+    """Of what is in no block of a task's model, then of its blocks."""
     import torch
     from models import TASKS
 
@@ -173,30 +232,67 @@ def unit_bytes(task: str) -> list[int]:
         model = TASKS[task].make()
     blocks = [module for module in model.modules() if isinstance(module, TASKS[task].block)]
     sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks]
-    return [*sizes, sum(p.nbytes for p in model.parameters()) - sum(sizes)]
+    return [sum(p.nbytes for p in model.parameters()) - sum(sizes), *sizes]
 
 
 def buckets(sizes: Sequence[int], first: int = 2**20, limit: int = 25 * 2**20) -> list[int]:
-    """What stages 0 to 2 send: the whole in pieces of Zero's default sizes."""
+    """What stages 0 to 2 send: the whole in pieces of Zero's default sizes, of which the last in
+    forward is the first that backward completes."""
     left, found = sum(sizes), []
     while left > 0:
         found.append(min(left, limit if found else first))
         left -= found[-1]
-    return found
+    return found[::-1]
 
 
-def predicted(stage: int, sizes: Sequence[int], round_: dict[str, Any], cluster: Cluster) -> float:
-    """Seconds of a step from a round of steps.py: a rank's computation while all compute."""
-    concurrent = round_["concurrent"]
-    whole, first = statistics.median(concurrent["seconds"]), concurrent["forward_backward"]
+@dataclass(frozen=True)
+class Computation:
+    """Seconds of a rank's step without communication."""
+
+    first: float  # forward and backward
+    optimizer: float  # to update all parameters
+
+    @staticmethod
+    def of(run: dict[str, Any]) -> Computation:
+        first = run["forward_backward"]
+        return Computation(first, statistics.median(run["seconds"]) - first)
+
+
+def on_one_rank(steps: dict[str, Any], strategy: str) -> Computation:
+    """By that of plain fused torch in the same rounds."""
+    rounds = [
+        (Computation.of(found[strategy]), Computation.of(found["plain_fused"]))
+        for found in steps["data"]["rounds"]
+    ]
+    return Computation(
+        statistics.median(own.first / plain.first for own, plain in rounds),
+        statistics.median(own.optimizer / plain.optimizer for own, plain in rounds),
+    )
+
+
+def predicted(
+    stage: int,
+    sizes: Sequence[int],
+    round_: dict[str, Any],
+    alone: Computation,
+    cluster: Cluster,
+) -> float:
+    """Seconds of a step from a round of steps.py: a plain rank's computation while all compute,
+    and by how much that of Zero's stage differs on one rank."""
+    plain = Computation.of(round_["concurrent"])
     pieces = sizes if stage == 3 else buckets(sizes)
-    share = first / 3 / len(pieces)  # backward takes twice as long as forward
-    units = [Unit(share, 2 * share, piece, piece) for piece in pieces]
-    return step_seconds(stage, units, cluster, whole - first)
+    first, whole = plain.first * alone.first, sum(pieces)
+    units = [  # backward takes twice as long as forward
+        Unit(first * size / whole / 3, first * size / whole * 2 / 3, size, size) for size in pieces
+    ]
+    return step_seconds(stage, units, cluster, plain.optimizer * alone.optimizer)
 
 
 def compare(
-    steps: dict[str, Any], collectives: dict[str, Any], sizes: Sequence[int]
+    steps: dict[str, Any],
+    single: dict[str, Any],
+    collectives: dict[str, Any],
+    sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
     """Measured and predicted ratios to one plain process, of Zero's strategies."""
     rows = []
@@ -207,8 +303,9 @@ def compare(
         cluster = links_of(collectives, ranks, "group" if name.endswith("_group") else "host")
         if cluster is None:
             continue
+        alone = on_one_rank(single, name.removesuffix("_group"))
         ratios = [
-            predicted(int(name[4]), sizes, found, cluster)
+            predicted(int(name[4]), sizes, found, alone, cluster)
             / statistics.median(found["plain"]["seconds"])
             for found in steps["data"]["rounds"]
         ]
@@ -220,11 +317,11 @@ def compare(
 def add_measured(result: Result, folder: Path) -> None:
     collectives = read_result(folder, "collectives")
     for path in sorted(folder.glob("steps-*.json")):
-        steps = read_result(folder, path.stem)
-        if collectives is None or steps is None:
-            continue
         task = path.stem.removeprefix("steps-").split("-")[0]
-        found = compare(steps, collectives, unit_bytes(task))
+        steps, single = read_result(folder, path.stem), read_result(folder, f"steps-{task}-1")
+        if None in (collectives, steps, single) or steps["data"]["ranks"] == 1:
+            continue
+        found = compare(steps, single, collectives, unit_bytes(task))
         result.data[path.stem] = found
         result.table(
             f"model-{path.stem}",

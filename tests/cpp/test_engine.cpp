@@ -280,7 +280,7 @@ TEST_CASE("stage 2 frees the whole gradient", "[engine]") {
       y.sum().backward();
       const auto report = optimizer.engine().report();
       require(report.held.gradients == 10 * 4096 / 2, "half of the gradient");
-      require(report.held.buffers == 0, "no open bucket after backward");
+      require(report.held.buffers <= 4096, "one bucket's memory after backward");
       require(report.peak.buffers <= 3 * 4096, "a few open buckets inside backward");
       optimizer.step();
       optimizer.zero_grad();

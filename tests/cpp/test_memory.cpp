@@ -8,6 +8,7 @@
 
 #include <zero/autograd/use_guard.h>
 #include <zero/memory/flat_buffer.h>
+#include <zero/memory/slab_pool.h>
 #include <zero/memory/slab_view.h>
 
 using namespace zero::memory;
@@ -128,6 +129,25 @@ TEST_CASE("the guard opens what an operation uses, lists and optionals too", "[m
   closed();
   REQUIRE(!error_of([&] { (void)tensor.sum(); }).empty());
   view.open();
+}
+
+TEST_CASE("a pool lets go of all free slabs but the largest", "[memory]") {
+  const auto account = std::make_shared<Account>();
+  SlabPool pool(account);
+  const auto take = [&](int64_t numel) { return pool.take(numel, at::kFloat); };
+  pool.keep_one();
+  Slab small = take(16);
+  Slab large = take(64);
+  Slab middle = take(32);
+  pool.give(std::move(small));
+  pool.give(std::move(large));
+  pool.give(std::move(middle));
+  const Slab out = take(8); // of 16 elements
+  REQUIRE(account->held().buffers == 4 * (16 + 64 + 32));
+  pool.keep_one();
+  REQUIRE(account->held().buffers == 4 * (16 + 64));
+  REQUIRE(take(64));
+  REQUIRE(account->held().buffers == 4 * 16);
 }
 
 TEST_CASE("released data is gone, its slab too", "[memory]") {

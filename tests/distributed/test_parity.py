@@ -91,7 +91,8 @@ def _ledger(rank: int, world: int) -> None:
         loss_of(model, batch(2, rank)).backward()
         held = zero.report(opt).as_dict()["held"]
         assert held["gradients"] == padded // (world if stage >= 2 else 1)
-        assert held["buffers"] == 0
+        largest = max(SMALL["bucket_bytes"], *(4 * p.numel() for p in model.parameters()))
+        assert held["buffers"] <= (largest + 64 * (world + 2) * 30 if stage == 2 else 0)
         assert after["theory"]["held"]["parameters"] == psi
 
 
@@ -109,7 +110,7 @@ def _memory_at_stage_2(rank: int, world: int) -> None:
             model(torch.ones(2, 64)).sum().backward()
             report = zero.report(opt).as_dict()
             assert report["held"]["gradients"] == 10 * layer // world
-            assert report["held"]["buffers"] == 0
+            assert report["held"]["buffers"] == layer  # one bucket's memory stays
             assert report["peak"]["buffers"] <= 3 * layer
         opt.step()
         opt.zero_grad()

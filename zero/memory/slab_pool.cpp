@@ -1,5 +1,8 @@
 #include <zero/memory/slab_pool.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace zero::memory {
 namespace {
 
@@ -59,6 +62,22 @@ void SlabPool::trim() {
   for (Free& item : free_) {
     item.used = false;
   }
+}
+
+void SlabPool::keep_one() {
+  const std::lock_guard lock(mutex_);
+  const auto largest =
+      std::max_element(free_.begin(), free_.end(), [](const Free& left, const Free& right) {
+        return left.bytes.tensor().numel() < right.bytes.tensor().numel();
+      });
+  if (largest == free_.end()) {
+    return;
+  }
+  std::iter_swap(free_.begin(), largest);
+  for (auto item = std::next(free_.begin()); item != free_.end(); ++item) {
+    item->last_use.wait();
+  }
+  free_.erase(std::next(free_.begin()), free_.end());
 }
 
 void SlabPool::clear() {

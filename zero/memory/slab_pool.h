@@ -38,6 +38,8 @@ class SlabPool {
   void give(Slab slab);
   // Lets go of free slabs that were not taken since the last trim.
   void trim();
+  // Lets go of all free slabs but the largest.
+  void keep_one();
   void clear();
   const std::shared_ptr<Account>& account() const {
     return account_;

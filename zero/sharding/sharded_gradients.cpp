@@ -84,9 +84,11 @@ class ShardedGradients final : public GradientStorage {
     return 2;
   }
 
+  // The next backward fills one bucket in memory that is there, which spares the system
+  // to make pages of zeros.
   void end_backward() override {
     if (!keeps_pool_) {
-      pool_->clear();
+      pool_->keep_one();
     }
   }
 
@@ -98,6 +100,9 @@ class ShardedGradients final : public GradientStorage {
 
   void clear() override {
     close_all();
+    if (!keeps_pool_) {
+      pool_->clear();
+    }
     shards_.clear();
   }
 
