@@ -149,7 +149,9 @@ def llama_rate(gpus: int, compute: float) -> float:
     """Tokens a second of a GPU."""
     bandwidth = NODE_BANDWIDTH if gpus <= 8 else NETWORK_BANDWIDTH
     link: Link = ring(gpus, 8, HOP, NODE_HOP, bandwidth)
-    return LLAMA_TOKENS / step_seconds(3, llama_units(compute), Cluster(gpus, Collective(link), Collective(link)), 0.0)
+    return LLAMA_TOKENS / step_seconds(
+        3, llama_units(compute), Cluster(gpus, Collective(link), Collective(link)), 0.0
+    )
 
 
 def torchtitan() -> list[Point]:

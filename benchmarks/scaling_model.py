@@ -12,8 +12,9 @@ takes alone, what beside computation, and by how much it puts that off.
 A collective of S bytes on N ranks takes alpha + beta * S * (N-1)/N, an all-reduce that of a
 reduce-scatter and an all-gather. Computation and network are one queue each. At stage 3 a unit's
 gather starts when the unit before it begins, its gradients leave when they are there; stages 1 and
-2 gather during the next forward, bucket by bucket. Not in it: stragglers, memory pressure, ranks
-that wait for each other's processor.
+2 gather during the next forward, bucket by bucket; every step ends with a message. Not in it:
+stragglers, memory pressure, ranks that wait for each other's processor. What a rank copies of its
+own unit at stage 3 is in both its step alone and its collectives, so it counts twice.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class Cluster:
     ranks: int
     gather: Collective
     reduce: Collective
+    message: float = 0.0  # seconds of what ranks tell each other after backward
 
 
 class Timeline:
@@ -165,7 +167,8 @@ def step_seconds(stage: int, units: Sequence[Unit], cluster: Cluster, optimizer:
     else:
         _replicated(run, stage, units, cluster)
     run.wait_all()
-    return run.now + (optimizer if stage == 0 else optimizer / cluster.ranks)
+    own = optimizer if stage == 0 else optimizer / cluster.ranks
+    return run.now + cluster.message + own
 
 
 def _stage3(run: Timeline, units: Sequence[Unit], cluster: Cluster) -> None:
@@ -215,11 +218,16 @@ def links_of(collectives: dict[str, Any], ranks: int, way: str) -> Cluster | Non
                 [(c["bytes"], c["beside"][way]["taken"]) for c in cases],
             ]
             links = [
-                fitted([(size, statistics.median(times)) for size, times in points], ranks)
+                fitted([(size, statistics.mean(times)) for size, times in points], ranks)
                 for points in by_meaning
             ]
             found.append(Collective(*links))
-        return Cluster(ranks, *found)
+        tiny = [
+            statistics.mean(c["seconds"][way])
+            for c in run["cases"]
+            if c["collective"] == "all_reduce" and c["bytes"] < 2**10
+        ]
+        return Cluster(ranks, *found, message=tiny[0])
     return None
 
 

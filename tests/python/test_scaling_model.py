@@ -9,11 +9,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import published_steps
 import scaling_model
-from scaling_model import Cluster, Link, Unit
+from scaling_model import Cluster, Collective, Link, Timeline, Transfer, Unit
 
 
-def cluster(gather=(0.0, 1.0), reduce=(0.0, 1.0), ranks=2, overlap=True):
-    return Cluster(ranks, Link(*gather), Link(*reduce), overlap)
+def cluster(gather=(0.0, 1.0), reduce=(0.0, 1.0), ranks=2, share=0.0):
+    """``share``: of a collective's time, by which it puts computation off."""
+
+    def collective(alpha, beta):
+        return Collective(Link(alpha, beta), Link(alpha, beta), Link(share * alpha, share * beta))
+
+    return Cluster(ranks, collective(*gather), collective(*reduce))
 
 
 def test_a_ring_of_1024_ranks_takes_its_hops_and_its_bytes():
@@ -30,9 +35,9 @@ def test_traffic_is_that_of_the_stages(stage, sent):
     assert scaling_model.traffic(stage, gathered=1.0, reduced=1.0, ranks=4) == sent
 
 
-def test_without_overlap_everything_adds_up():
+def test_what_takes_the_processor_whole_adds_up():
     units = [Unit(1.0, 2.0, 10.0, 10.0), Unit(1.0, 2.0, 6.0, 6.0)]
-    serial = cluster(gather=(0.5, 0.1), reduce=(0.25, 0.2), overlap=False)
+    serial = cluster(gather=(0.5, 0.1), reduce=(0.25, 0.2), share=1.0)
     gathers = 2 * 0.5 + 0.1 * 16 / 2
     reductions = 2 * 0.25 + 0.2 * 16 / 2
     assert scaling_model.step_seconds(0, units, serial, 3.0) == pytest.approx(
@@ -64,6 +69,31 @@ def test_a_pipeline_of_stage_1_hides_all_but_its_ends():
     assert scaling_model.step_seconds(1, units, cluster(), 4.0) == pytest.approx(1 + 9 + 18 + 1 + 2)
 
 
+def test_a_transfer_beside_computation_by_hand():
+    """4 s alone; beside computation 8 s, of which it takes 2: computation goes at 3/4."""
+    run = Timeline()
+    first = run.send(Transfer(alone=4.0, beside=8.0, taken=2.0))
+    run.compute(3.0)  # takes 4 s: half of the transfer
+    assert run.now == pytest.approx(4.0)
+    run.wait(first)  # the other half, alone
+    assert run.now == pytest.approx(6.0)
+    run.compute(1.0)
+    assert run.now == pytest.approx(7.0)
+    run.send(Transfer(4.0, 8.0, 2.0))
+    run.compute(8.0)  # 6 s of it in 8 s, then the rest
+    assert run.now == pytest.approx(7.0 + 8.0 + 2.0)
+
+
+def test_stage_0_gathers_behind_each_reduction():
+    """The last bucket's two transfers are seen, those of the first are hidden."""
+    units = [Unit(3.0, 6.0, 2.0, 2.0)] * 2
+    assert scaling_model.step_seconds(0, units, cluster(), 4.0) == pytest.approx(6 + 12 + 2 + 4)
+
+
+def test_buckets_are_what_backward_completes_first_last():
+    assert scaling_model.buckets([5, 30], first=4, limit=20) == [11, 20, 4]
+
+
 def test_links_are_found_again_from_their_times():
     link = Link(2e-4, 3e-10)
     points = [(size, link.seconds(size, 4)) for size in (2**20, 2**24, 2**26)]
@@ -78,26 +108,43 @@ def test_times_that_grow_faster_than_the_sizes_fit_no_negative_latency():
 
 def test_measured_steps_are_compared_with_what_collectives_took():
     """One round: 2 s of forward and backward and 1 s of optimizer where all ranks compute; 1 ms a
-    MiB and rank (the size of 2 MiB by 1/2)."""
+    MiB and rank (the size of 2 MiB by 1/2), that computation waits for. On one rank stage 3 takes
+    1.5 times as long to compute as plain torch, and all stages half as long to step."""
     mib = 2**20
     sizes = [mib, mib]
     cases = [
-        {"collective": kind, "dtype": "Float", "bytes": n * mib, "seconds": {"host": [n * 5e-4]}}
+        {
+            "collective": kind,
+            "dtype": "Float",
+            "bytes": n * mib,
+            "seconds": {"host": [n * 5e-4]},
+            "beside": {"host": {"seconds": [n * 5e-4], "taken": [n * 5e-4]}},
+        }
         for kind in ("all_gather", "reduce_scatter")
         for n in (2, 16)
     ]
-    collectives = {"data": {"runs": [{"ranks": 2, "cases": cases}]}}
+    tiny = {"collective": "all_reduce", "dtype": "Float", "bytes": 8, "seconds": {"host": [0.25]}}
+    collectives = {"data": {"runs": [{"ranks": 2, "cases": [tiny, *cases]}]}}
     round_ = {
         "plain": {"seconds": [4.0]},
         "concurrent": {"seconds": [3.0, 3.0], "forward_backward": 2.0},
     }
+    alone = {
+        "plain_fused": {"seconds": [2.0], "forward_backward": 1.0},
+        "zero0": {"seconds": [1.5], "forward_backward": 1.0},
+        "zero1": {"seconds": [1.5], "forward_backward": 1.0},
+        "zero3": {"seconds": [2.0], "forward_backward": 1.5},
+    }
+    single = {"data": {"rounds": [alone]}}
     ratios = {"plain": [1.0], "zero0": [0.75], "zero1": [0.625], "zero3": [0.63], "ddp": [2.0]}
     steps = {"data": {"ranks": 2, "rounds": [round_], "ratios": ratios}}
-    rows = {r["strategy"]: r["model"] for r in scaling_model.compare(steps, collectives, sizes)}
+    found = scaling_model.compare(steps, single, collectives, sizes)
+    rows = {r["strategy"]: r["model"] for r in found}
     assert set(rows) == {"zero0", "zero1", "zero3"}
-    assert rows["zero0"] == pytest.approx((2 + 1 + 2 * 2 * 5e-4) / 4)
-    assert rows["zero1"] == pytest.approx((2 + 0.5 + 2 * 2 * 5e-4) / 4)
-    assert rows["zero3"] == pytest.approx((2 + 0.5 + 3 * 2 * 5e-4) / 4)
+    assert rows["zero0"] == pytest.approx((2 + 0.5 + 2 * 2 * 5e-4 + 0.25) / 4)
+    assert rows["zero1"] == pytest.approx((2 + 0.25 + 2 * 2 * 5e-4 + 0.25) / 4)
+    assert rows["zero3"] == pytest.approx((3 + 0.25 + 3 * 2 * 5e-4 + 0.25) / 4)
+    assert found[0]["error"] == pytest.approx(rows["zero0"] / 0.75 - 1)
 
 
 def test_megatrons_zero3_steps():
