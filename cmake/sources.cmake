@@ -81,6 +81,7 @@ set(ZERO_SOURCES
     zero/memory/device_streams.cpp
     zero/memory/elements.cpp
     zero/memory/flat_buffer.cpp
+    zero/memory/heap.cpp
     zero/memory/slab_pool.cpp
     zero/memory/slab_view.cpp
     zero/nn/module_tree.cpp

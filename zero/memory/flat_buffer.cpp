@@ -1,12 +1,10 @@
 #include <zero/memory/flat_buffer.h>
 
 #ifdef __GLIBC__
-#include <malloc.h>
 #endif
 #include <sys/mman.h>
 
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -199,21 +197,6 @@ at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel) {
   at::Tensor view = tensor_over(dense.storage(), {numel}, {1}, dense.options());
   view.unsafeGetTensorImpl()->set_storage_offset(dense.storage_offset() + begin);
   return view;
-}
-
-void keep_heap_small() {
-#ifdef __GLIBC__
-  if (std::getenv("MALLOC_MMAP_THRESHOLD_") == nullptr &&
-      std::getenv("GLIBC_TUNABLES") == nullptr) {
-    mallopt(M_MMAP_THRESHOLD, 4 << 20);
-  }
-#endif
-}
-
-void return_free_memory() {
-#ifdef __GLIBC__
-  malloc_trim(0);
-#endif
 }
 
 } // namespace zero::memory

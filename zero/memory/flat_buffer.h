@@ -59,14 +59,4 @@ at::Tensor tensor_over(
 // the order of its memory.
 at::Tensor flat_view(const at::Tensor& dense, int64_t begin, int64_t numel);
 
-// From now on the C library maps blocks of 4 MiB and more, and returns them when
-// they are freed, instead of raising that limit to 32 MiB as it meets larger ones:
-// the gradients that autograd makes and drops would stay in the heap. Does nothing
-// where the environment sets it (MALLOC_MMAP_THRESHOLD_, GLIBC_TUNABLES).
-void keep_heap_small();
-
-// Hands what the heap has free back to the system: after tensors of a whole model
-// were freed one by one.
-void return_free_memory();
-
 } // namespace zero::memory

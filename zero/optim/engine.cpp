@@ -6,6 +6,7 @@
 
 #include <zero/autograd/backward_end.h>
 #include <zero/autograd/use_guard.h>
+#include <zero/memory/heap.h>
 #include <zero/optim/native_step.h>
 #include <zero/sharding/dtype_names.h>
 
@@ -30,6 +31,10 @@ sharding::GradientContext make_context(
   }
   return context;
 }
+
+// At stage 3 larger gradients would leave gaps in the heap of the size of units.
+constexpr int64_t kSmallHeap = int64_t{4} << 20;
+constexpr int64_t kLargeHeap = int64_t{32} << 20; // the most that glibc takes
 
 sharding::GradientManager make_gradients(
     const Options& options,
@@ -63,6 +68,7 @@ Engine::Impl::Impl(
       masters.widen(bucket);
     }
   });
+  memory::keep_heap(options.stage == 3 ? kSmallHeap : kLargeHeap);
   if (options.stage == 3) {
     TORCH_CHECK_VALUE(
         gathers != communicator || communicator->size() == 1,
@@ -70,7 +76,6 @@ Engine::Impl::Impl(
     parameters = std::make_unique<sharding::ParameterManager>(
         options, table, gathers, pool, &autograd::inside_backward, [this] { recover_if_failed(); });
     autograd::want_use_guard(true);
-    memory::keep_heap_small();
   } else if (options.stage > 0 && communicator->shard_size() > 1) {
     gather = std::make_unique<sharding::ParameterGather>(
         table, communicator, &autograd::want_use_guard, [this] { recover_if_failed(); });

@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <zero/memory/device_kernels.h>
+#include <zero/memory/heap.h>
 #include <zero/sharding/agreement.h>
 
 namespace zero {
