@@ -1,7 +1,5 @@
 #include <zero/memory/flat_buffer.h>
 
-#ifdef __GLIBC__
-#endif
 #include <sys/mman.h>
 
 #include <cerrno>
