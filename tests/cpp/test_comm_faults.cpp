@@ -83,6 +83,28 @@ TEST_CASE("ranks in different operations get an error that names both, every one
   REQUIRE(seconds_since(start) < 25.0);
 }
 
+TEST_CASE("ranks in different operations don't see each other's payload") {
+  const std::string transport = EACH_TRANSPORT;
+  constexpr int64_t size = 3;
+  constexpr int64_t count = 100'000;
+  run_ranks(size, [&](int64_t rank, const Group& group) {
+    auto comm = make_communicator_over(transport, group, 30.0);
+    auto whole = at::full({size, count}, -1.0);
+    const auto part = at::full({count}, static_cast<double>(rank));
+    comm->all_gather(whole, part, {.what = "bucket 0"})->wait();
+    whole.fill_(-1.0);
+    check_contains(
+        error_of([&] {
+          comm->all_gather(whole, part, {.what = "bucket 1", .step = rank == 1})->wait();
+        }),
+        {"ranks disagree"});
+    for (int64_t peer = 0; peer < size; ++peer) {
+      const bool same_operation = (peer == 1) == (rank == 1);
+      TORCH_CHECK(same_operation || whole[peer].eq(-1.0).all().item<bool>(), "saw rank ", peer);
+    }
+  });
+}
+
 TEST_CASE("a rank that doesn't come is named within the timeout") {
   const std::string transport = EACH_TRANSPORT;
   std::vector<std::string> errors(3);

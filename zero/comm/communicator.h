@@ -23,7 +23,7 @@ enum class Kind { reduce_scatter, all_gather, all_reduce, broadcast, barrier, ex
 
 ZERO_API const char* name_of(Kind kind);
 
-// Identity of an operation, compared between ranks before any payload moves.
+// Identity of an operation, compared between ranks: payloads of different ones never mix.
 struct Tag {
   std::string what; // for errors: "bucket 2 (blocks.3.up.weight ...)"
   int64_t id = 0; // e.g. the bucket's index

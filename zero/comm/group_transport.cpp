@@ -55,8 +55,8 @@ std::vector<at::Tensor> GroupTransport::exchange(const Opening& opening, const a
   if (bytes.numel() > 0 && bytes.numel() <= static_cast<int64_t>(OperationHeader::kInlineSize)) {
     std::memcpy(header.inline_payload(), bytes.const_data_ptr(), bytes.numel());
   }
-  const auto headers = peers_->open(header, opening.description);
-  auto messages = comm::exchange(*peers_, bytes, headers);
+  peers_->open(header, opening.description);
+  auto messages = comm::exchange(*peers_, bytes, peers_->meet());
   peers_->close();
   return messages;
 }

@@ -3,6 +3,7 @@
 #include <zero/comm/operation_header.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include <c10/core/ScalarType.h>
@@ -103,12 +104,37 @@ std::string why_gave_up(const OperationHeader& header) {
   return get_text(header, header.text.size());
 }
 
+namespace {
+
+// What ranks of one operation have in common.
+std::array<uint64_t, 9> identity(const OperationHeader& header) {
+  const bool sizes_may_differ = header.kind == static_cast<int32_t>(Kind::exchange);
+  return {
+      header.magic,
+      static_cast<uint64_t>(header.sequence),
+      static_cast<uint64_t>(header.kind),
+      static_cast<uint64_t>(header.dtype),
+      static_cast<uint64_t>(header.id),
+      static_cast<uint64_t>(header.step),
+      sizes_may_differ ? 0 : static_cast<uint64_t>(header.bytes),
+      std::bit_cast<uint64_t>(header.divisor),
+      static_cast<uint64_t>(header.root)};
+}
+
+} // namespace
+
 bool same_operation(const OperationHeader& left, const OperationHeader& right) {
-  const bool sizes_may_differ = left.kind == static_cast<int32_t>(Kind::exchange);
-  return left.magic == right.magic && left.sequence == right.sequence && left.kind == right.kind &&
-      left.dtype == right.dtype && left.id == right.id && left.step == right.step &&
-      left.divisor == right.divisor && left.root == right.root &&
-      (sizes_may_differ || left.bytes == right.bytes);
+  return identity(left) == identity(right);
+}
+
+// FNV-1a by words: the same on every host.
+uint64_t identity_hash(const OperationHeader& header) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const uint64_t field : identity(header)) {
+    hash = (hash ^ field) * 0x100000001b3;
+    hash ^= hash >> 32; // a product's low bits know nothing of the high ones
+  }
+  return hash;
 }
 
 std::string describe(const OperationHeader& header) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// What ranks tell each other before an operation: 256 bytes that identify it, so
-// that ranks in different operations learn it with names instead of mixing their
+// What ranks tell each other at the start of an operation: 256 bytes that identify it,
+// so that ranks in different operations learn it with names instead of mixing their
 // payloads. Written and read by PeerExchange on the communicator's thread.
 
 #include <array>
@@ -48,6 +48,9 @@ OperationHeader make_gave_up(std::string_view why);
 std::string why_gave_up(const OperationHeader& header);
 
 bool same_operation(const OperationHeader& left, const OperationHeader& right);
+
+// Of all that same_operation() compares; of an exchange's bytes as little as that.
+uint64_t identity_hash(const OperationHeader& header);
 
 // "reduce_scatter of bucket 2 (blocks.3.up.weight ...) at step 7"
 std::string describe(Kind kind, const Tag& tag);

@@ -31,7 +31,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int32_t kHeaderChannel = 1;
-constexpr int32_t kPayloadChannel = 2;
+constexpr int32_t kFirstPayloadChannel = 2;
 constexpr int64_t kHeaderBytes = sizeof(OperationHeader);
 // Receives of headers posted ahead, from each peer: one for the next operation,
 // which saves its sender a round trip, and one for the peer's last words.
@@ -39,6 +39,13 @@ constexpr int64_t kHeadersAhead = 2;
 constexpr std::chrono::milliseconds kFarewellTime{500};
 constexpr std::chrono::milliseconds kLastWordsTime{100};
 constexpr std::string_view kPrefix = "[zero.comm] ";
+
+// Another one for each operation, as far as 31 bits can tell them apart: payloads of
+// ranks in different operations never meet, not even before their headers have.
+int32_t payload_channel(const OperationHeader& header) {
+  constexpr uint64_t channels = (uint64_t{1} << 31) - kFirstPayloadChannel;
+  return kFirstPayloadChannel + static_cast<int32_t>(identity_hash(header) % channels);
+}
 
 OperationHeader header_at(const char* data) {
   OperationHeader header;
@@ -92,11 +99,11 @@ PeerExchange::post(Span span, int64_t peer, int32_t channel, bool is_send) {
 }
 
 PeerExchange::TransferPtr PeerExchange::send(Span span, int64_t peer) {
-  return post(std::move(span), peer, kPayloadChannel, true);
+  return post(std::move(span), peer, payload_channel_, true);
 }
 
 PeerExchange::TransferPtr PeerExchange::receive(Span span, int64_t peer) {
-  return post(std::move(span), peer, kPayloadChannel, false);
+  return post(std::move(span), peer, payload_channel_, false);
 }
 
 void PeerExchange::post_header_receive(int64_t peer, char* row) {
@@ -105,6 +112,16 @@ void PeerExchange::post_header_receive(int64_t peer, char* row) {
 }
 
 void PeerExchange::wait(const TransferPtr& transfer) {
+  meet();
+  finish(transfer);
+}
+
+void PeerExchange::wait(const std::vector<TransferPtr>& transfers) {
+  meet();
+  finish(transfers);
+}
+
+void PeerExchange::finish(const TransferPtr& transfer) {
   if (transfer->finished) {
     return;
   }
@@ -143,16 +160,16 @@ void PeerExchange::wait(const TransferPtr& transfer) {
   transfer->finished = true;
 }
 
-void PeerExchange::wait(const std::vector<TransferPtr>& transfers) {
+void PeerExchange::finish(const std::vector<TransferPtr>& transfers) {
   for (const auto& transfer : transfers) {
-    wait(transfer);
+    finish(transfer);
   }
 }
 
 OperationHeader PeerExchange::receive_header(int64_t peer) {
   auto& receives = header_receives_[peer];
   const auto transfer = receives.front();
-  wait(transfer);
+  finish(transfer);
   const auto header = header_at(transfer->data);
   TORCH_CHECK_WITH(
       DistBackendError,
@@ -170,33 +187,39 @@ OperationHeader PeerExchange::receive_header(int64_t peer) {
   return header;
 }
 
-std::vector<OperationHeader> PeerExchange::open(OperationHeader own, std::string description) {
+void PeerExchange::open(OperationHeader own, std::string description) {
   description_ = std::move(description);
   opening_ = true;
   own.sequence = sequence_++;
+  payload_channel_ = payload_channel(own);
+  met_.assign(size_, own);
   auto* row = static_cast<char*>(headers_.mutable_data_ptr());
   std::memcpy(row, &own, sizeof(own));
   header_sends_.clear();
   for (int64_t i = 1; i < size_; ++i) {
     header_sends_.push_back(post({headers_, row, kHeaderBytes}, after(i), kHeaderChannel, true));
   }
-  std::vector<OperationHeader> headers(size_);
+}
+
+const std::vector<OperationHeader>& PeerExchange::meet() {
+  if (!opening_) {
+    return met_;
+  }
   std::vector<int64_t> known{rank_};
-  headers[rank_] = own;
   try {
     for (int64_t i = 1; i < size_; ++i) {
-      headers[before(i)] = receive_header(before(i));
+      met_[before(i)] = receive_header(before(i));
       known.push_back(before(i));
     }
   } catch (...) {
     // A rank that went elsewhere explains a rank that did not come.
-    compare(headers, std::move(known));
+    compare(met_, std::move(known));
     throw;
   }
-  wait(header_sends_); // before any complaint: the peers need it for theirs
-  compare(headers, std::move(known));
+  finish(header_sends_); // before any complaint: the peers need it for theirs
+  compare(met_, std::move(known));
   opening_ = false;
-  return headers;
+  return met_;
 }
 
 // In rank order, so that every rank finds the same two to name.
@@ -214,7 +237,7 @@ void PeerExchange::compare(const std::vector<OperationHeader>& headers, std::vec
 }
 
 void PeerExchange::close() {
-  wait(header_sends_);
+  meet();
   header_sends_.clear();
 }
 

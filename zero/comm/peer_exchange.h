@@ -56,9 +56,13 @@ class PeerExchange {
     return (rank_ + size_ - i) % size_;
   }
 
-  // Opens an operation: every rank's header, in rank order. Throws on every rank
-  // if they are not of the same operation.
-  std::vector<OperationHeader> open(OperationHeader own, std::string description);
+  // Opens an operation: tells every rank this one's header. Payloads may be posted
+  // at once, which saves them a round trip: they meet only those of the same
+  // operation.
+  void open(OperationHeader own, std::string description);
+  // Every rank's header, in rank order. Throws on every rank if they are not of the
+  // same operation. Whatever waits for a payload, and close(), meets first.
+  const std::vector<OperationHeader>& meet();
 
   // Payload of the open operation; messages between two ranks keep their order.
   // Spans of no bytes don't travel.
@@ -78,6 +82,8 @@ class PeerExchange {
 
  private:
   TransferPtr post(Span span, int64_t peer, int32_t channel, bool is_send);
+  void finish(const TransferPtr& transfer);
+  void finish(const std::vector<TransferPtr>& transfers);
   void post_header_receive(int64_t peer, char* row);
   OperationHeader receive_header(int64_t peer);
   void compare(const std::vector<OperationHeader>& headers, std::vector<int64_t> ranks) const;
@@ -93,7 +99,9 @@ class PeerExchange {
   const double timeout_seconds_;
 
   std::string description_; // of the open operation
-  bool opening_ = false; // headers are on their way, no payload yet
+  bool opening_ = false; // not all headers have come yet
+  std::vector<OperationHeader> met_; // by rank
+  int32_t payload_channel_ = 0;
   int64_t sequence_ = 0;
   at::Tensor headers_; // a header a row; the first is sent, the others are received
   std::vector<std::deque<TransferPtr>> header_receives_; // by peer
