@@ -82,6 +82,7 @@ set(ZERO_SOURCES
     zero/memory/elements.cpp
     zero/memory/flat_buffer.cpp
     zero/memory/heap.cpp
+    zero/memory/large_blocks.cpp
     zero/memory/slab_pool.cpp
     zero/memory/slab_view.cpp
     zero/nn/module_tree.cpp

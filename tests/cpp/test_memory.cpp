@@ -8,6 +8,8 @@
 
 #include <zero/autograd/use_guard.h>
 #include <zero/memory/flat_buffer.h>
+#include <zero/memory/heap.h>
+#include <zero/memory/large_blocks.h>
 #include <zero/memory/slab_pool.h>
 #include <zero/memory/slab_view.h>
 
@@ -149,6 +151,38 @@ TEST_CASE("a pool lets go of all free slabs but the largest", "[memory]") {
   REQUIRE(take(64));
   REQUIRE(account->held().buffers == 4 * 16);
 }
+
+#ifdef __GLIBC__
+TEST_CASE("the last large block that torch freed serves the next of its size", "[memory]") {
+  constexpr int64_t mib = int64_t{1} << 20;
+  keep_heap(4 * mib);
+  const auto make = [](int64_t bytes) { return at::empty({bytes}, at::kByte); };
+  const auto freed = [&](int64_t bytes) { return make(bytes).const_data_ptr(); };
+  const void* first = freed(8 * mib);
+  REQUIRE(freed(8 * mib) == first);
+  REQUIRE(freed(5 * mib) == first);
+  REQUIRE(freed(8 * mib) == first); // whole again
+  {
+    const auto small = make(3 * mib);
+    const auto larger = make(9 * mib);
+    const auto taken = make(8 * mib);
+    REQUIRE(taken.const_data_ptr() == first);
+    const auto second = make(8 * mib);
+    REQUIRE(second.const_data_ptr() != first);
+  }
+  // Not after a drop, nor for less than half: pages that hold zeros are new.
+  make(16 * mib).fill_(1);
+  REQUIRE(make(16 * mib)[12345].item<int>() == 1);
+  drop_large_block();
+  REQUIRE(make(16 * mib)[12345].item<int>() == 0);
+  make(16 * mib).fill_(1);
+  REQUIRE(make(7 * mib)[12345].item<int>() == 0);
+  auto grown = at::ones({8 * mib}, at::kByte);
+  grown.resize_({12 * mib});
+  REQUIRE(grown.slice(0, 0, 8 * mib).eq(1).all().item<bool>());
+  drop_large_block();
+}
+#endif
 
 TEST_CASE("released data is gone, its slab too", "[memory]") {
   const auto account = std::make_shared<Account>();

@@ -7,6 +7,8 @@
 #include <malloc.h>
 #endif
 
+#include <zero/memory/large_blocks.h>
+
 namespace zero::memory {
 
 #ifdef __GLIBC__
@@ -31,6 +33,7 @@ void keep_heap(int64_t largest) {
   if (!set_by_environment()) {
     mallopt(M_MMAP_THRESHOLD, static_cast<int>(largest));
     mallopt(M_TRIM_THRESHOLD, kKeptFree);
+    keep_large_block(largest);
   }
 }
 

@@ -11,6 +11,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <zero/memory/large_blocks.h>
+
 namespace zero::sharding {
 namespace {
 
@@ -33,6 +35,7 @@ void GradientManager::end_backward(int64_t backward) {
   if (!active_ || backward != backward_) {
     return;
   }
+  memory::drop_large_block(); // autograd makes no more gradients
   if (active_sync_) {
     try {
       finish_reduction();
