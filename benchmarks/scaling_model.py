@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from results import Result, parser_of, read_result
+from strategies import ZERO, ZERO_GROUP
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ def compare(
     rows = []
     ranks = steps["data"]["ranks"]
     for name, measured in steps["data"]["ratios"].items():
-        if not name.startswith("zero") or not name[4:5].isdigit():
+        if name not in ZERO + ZERO_GROUP:
             continue
         cluster = links_of(collectives, ranks, "group" if name.endswith("_group") else "host")
         if cluster is None:

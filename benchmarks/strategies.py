@@ -5,6 +5,8 @@ concurrent                  plain_fused in each rank's process at once, with no 
 ddp, fsdp1, fsdp2           torch's, with AdamW as torch defaults it; NAME_fused with fused AdamW
 zero_redundancy             DDP with torch's ZeroRedundancyOptimizer
 zero0 ... zero3             Zero over the host's memory; NAME_group over Gloo
+zero3_auto                  stage 3 with the root and the last unit whole from forward to backward
+                            (fsdp2 keeps its root)
 deepspeed1 ... deepspeed3   DeepSpeed with torch's AdamW, from an environment that has it
 """
 
@@ -23,13 +25,14 @@ SINGLE = ["plain", "plain_fused"]
 PEERS = ["ddp", "ddp_fused", "zero_redundancy", "fsdp1", "fsdp2", "fsdp2_fused"]
 ZERO = [f"zero{stage}" for stage in range(4)]
 ZERO_GROUP = [f"{name}_group" for name in ZERO]
+AUTO = ["zero3_auto", "zero3_auto_group"]
 DEEPSPEED = [f"deepspeed{stage}" for stage in (1, 2, 3)]
-STRATEGIES = SINGLE + PEERS + ZERO + ZERO_GROUP
+STRATEGIES = SINGLE + PEERS + ZERO + ZERO_GROUP + AUTO
 
 
 def stage_of(strategy: str) -> int | None:
     """Of Zero's strategies."""
-    base = strategy.removesuffix("_group")
+    base = strategy.removesuffix("_group").removesuffix("_auto")
     return int(base[-1]) if base in ZERO else None
 
 
@@ -71,9 +74,11 @@ def adamw(model: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
 def _zero(strategy: str, model: nn.Module, options: dict[str, Any]) -> Trainer:
     import zero_torch as zero
 
-    transport = transport_of(strategy)
     stage = stage_of(strategy)
-    config = zero.ZeroConfig(transport=transport)
+    config = zero.ZeroConfig(
+        transport=transport_of(strategy),
+        reshard_after_forward="auto" if strategy in AUTO else True,
+    )
     return Trainer(model, zero.ZeroOptimizer(model, stage=stage, lr=1e-3, config=config, **options))
 
 
