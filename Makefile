@@ -26,6 +26,8 @@ SANITIZED = $(BUILD)-$(subst $(comma),-,$(SANITIZE))
 # torch is not instrumented: the thread sanitizer sees only what stays in ours.
 SANITIZED_TESTS = $(if $(findstring thread,$(SANITIZE)),-R "layout|memory|host$$|host_recovery",)
 
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25
+
 CPP = $(shell git ls-files -co --exclude-standard -- '*.h' '*.cpp' '*.cu')
 TIDY = $(shell git ls-files -co --exclude-standard -- 'zero/*.cpp' 'csrc/kernels/*.cpp')
 # clang-tidy brings clang's headers, but no omp.h: the compiler's, after all others.
@@ -90,12 +92,13 @@ train-cpp: build
 	  $(BUILD)/train_gpt --stage $(STAGE) $(ARGS)
 
 test: build
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 tests/python tests/distributed tests/gpu
+	$(BIN)/ctest --test-dir $(BUILD) -j 2 --output-on-failure
+	$(PYTEST) -n 2 tests/python tests/distributed
+	$(PYTEST) tests/gpu
 
 quick: build
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations 25 -m "not slow" tests/python tests/distributed tests/gpu
+	$(BIN)/ctest --test-dir $(BUILD) -j 2 --output-on-failure
+	$(PYTEST) -n 2 -m "not slow" tests/python tests/distributed
 
 bench: build $(if $(filter all,$(PEERS)),peers)
 	$(PYTHON) benchmarks/run.py --peers $(PEERS) $(ARGS)
@@ -121,13 +124,16 @@ sanitize: dependencies system-packages
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) --parallel $${MAX_JOBS:-$$(nproc)}
 	$(BIN)/ctest --test-dir $(SANITIZED) --output-on-failure $(SANITIZED_TESTS)
 
+# Each source by itself, with its own includes.
 lint: build
+	@PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B build/lint $$CMAKE_ARGS -DCMAKE_UNITY_BUILD=OFF \
+	  -DPython3_EXECUTABLE=$(abspath $(PYTHON)) > /dev/null
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	@printf '%s\n' $(TIDY) | \
-	  xargs -P $$(nproc) -n 1 $(BIN)/clang-tidy -p $(BUILD) $(TIDY_FLAGS)
+	  xargs -P $$(nproc) -n 1 $(BIN)/clang-tidy -p build/lint $(TIDY_FLAGS)
 
 stubs: build
 	$(BIN)/pybind11-stubgen zero_torch._C -o python

@@ -20,6 +20,7 @@ if(ZERO_CUDA)
   target_link_libraries(zero_static PUBLIC zero_cuda_kernels zero_cuda)
 endif()
 
+set(ZERO_TEST_OPTIONS -fopenmp -O1) # the code under test is in the libraries
 set(ZERO_TEST_THREADS 2)
 if(ZERO_SANITIZE MATCHES thread)
   set(ZERO_TEST_THREADS 1) # the sanitizer does not see OpenMP's barriers
@@ -30,7 +31,17 @@ foreach(source IN LISTS ZERO_TEST_SOURCES)
   add_executable(${name} ${source})
   zero_target_defaults(${name})
   target_link_libraries(${name} PRIVATE zero_static Catch2::Catch2WithMain)
-  target_compile_options(${name} PRIVATE -fopenmp)
+  target_compile_options(${name} PRIVATE ${ZERO_TEST_OPTIONS})
+  # Torch's headers are most of a test's compilation: the first test's, for all, which
+  # ccache can't tell apart.
+  set_target_properties(${name} PROPERTIES CXX_COMPILER_LAUNCHER "")
+  if(NOT ZERO_TEST_HEADERS)
+    target_precompile_headers(
+      ${name} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp/catch.h <torch/torch.h>)
+    set(ZERO_TEST_HEADERS ${name})
+  else()
+    target_precompile_headers(${name} REUSE_FROM ${ZERO_TEST_HEADERS})
+  endif()
   add_test(NAME ${name} COMMAND ${name})
   # A filter or a build that leaves no test to run is a failure, not a success.
   set_tests_properties(

@@ -66,7 +66,7 @@ TEST_CASE("a manifest comes back as it was, opaque texts to the letter") {
   const Manifest found = manifest_from_json(to_json(expected), "x");
   expected.scalars = "[123456789012345678901234567890, 0.10000000000000000001, 1e-300, -0]";
   REQUIRE(found == expected);
-  REQUIRE(found.find("scale")->pieces == expected.tensors[1].pieces);
+  REQUIRE((found.find("scale")->pieces == expected.tensors[1].pieces));
   REQUIRE(found.find("head") == nullptr);
   REQUIRE(found.find("none")->numel() == 0);
   REQUIRE(found.find("scale")->numel() == 1);

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kParameters = "parameters-";
 constexpr std::string_view kOptimizer = "optimizer-";
-constexpr std::string_view kSuffix = ".safetensors";
+constexpr std::string_view kDataSuffix = ".safetensors";
 constexpr size_t kMostDigits = 18; // an int64_t holds them
 
 // Takes decimal digits without leading zeros off the front.
@@ -187,7 +187,7 @@ const ManifestTensor* Manifest::find(const std::string& name) const {
 std::string to_string(const DataFileName& name) {
   const bool optimizer = name.kind == FileKind::optimizer;
   return std::string(optimizer ? kOptimizer : kParameters) + name.generation + "-" +
-      std::to_string(name.rank) + "-" + std::to_string(name.part) + std::string(kSuffix);
+      std::to_string(name.rank) + "-" + std::to_string(name.part) + std::string(kDataSuffix);
 }
 
 bool is_generation(std::string_view text) {
@@ -207,7 +207,7 @@ std::optional<DataFileName> parse_data_file_name(std::string_view name) {
   }
   name.remove_prefix(8);
   if (!take(&name, "-") || !take_number(&name, &parsed.rank) || !take(&name, "-") ||
-      !take_number(&name, &parsed.part) || name != kSuffix) {
+      !take_number(&name, &parsed.part) || name != kDataSuffix) {
     return std::nullopt;
   }
   return parsed;

@@ -13,7 +13,7 @@ namespace {
 using std::chrono::milliseconds;
 
 // Ranks that wait for each other time out at about the same time.
-constexpr int kLooks = 15;
+constexpr int kBoardLooks = 15;
 constexpr milliseconds kPause{100};
 
 std::string key_of(int64_t rank) {
@@ -30,7 +30,7 @@ std::string FailureBoard::post(const std::string& failure) noexcept {
   try {
     store_->set(key_of(rank_), std::vector<uint8_t>(failure.begin(), failure.end()));
     for (int64_t rank = 0; rank < size_; ++rank) {
-      for (int look = 0; rank != rank_ && look < kLooks; ++look) {
+      for (int look = 0; rank != rank_ && look < kBoardLooks; ++look) {
         if (store_->check({key_of(rank)})) {
           const auto theirs = store_->get(key_of(rank));
           others += "; meanwhile on rank " + std::to_string(rank) + ": " +

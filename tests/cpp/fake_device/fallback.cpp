@@ -17,11 +17,12 @@
 #include "machine.h"
 
 namespace zero::fake {
-namespace {
 
 bool is_fake(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == c10::DeviceType::PrivateUse1;
 }
+
+namespace {
 
 // Operators whose CUDA kernels read a number on the host.
 bool synchronizes(const std::string& name) {

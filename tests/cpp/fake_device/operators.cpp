@@ -63,10 +63,6 @@ namespace {
 
 constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
 
-bool is_fake(const at::Tensor& tensor) {
-  return tensor.device().type() == c10::DeviceType::PrivateUse1;
-}
-
 c10::Device device_or_current(std::optional<c10::Device> given) {
   return device(resolve(given ? given->index() : -1));
 }
