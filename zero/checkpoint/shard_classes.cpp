@@ -183,24 +183,24 @@ class ClassOf final : public ShardClass {
 } // namespace
 
 std::unique_ptr<ShardClass> shard_class_of(torch::optim::Optimizer& optimizer) {
-  using namespace torch::optim;
-  if (dynamic_cast<SGD*>(&optimizer) != nullptr) {
-    return std::make_unique<ClassOf<SGDOptions, SGDParamState>>("SGD");
+  namespace optim = torch::optim; // zero has classes of the same names
+  if (dynamic_cast<optim::SGD*>(&optimizer) != nullptr) {
+    return std::make_unique<ClassOf<optim::SGDOptions, optim::SGDParamState>>("SGD");
   }
-  if (dynamic_cast<Adam*>(&optimizer) != nullptr) {
-    return std::make_unique<ClassOf<AdamOptions, AdamParamState>>("Adam");
+  if (dynamic_cast<optim::Adam*>(&optimizer) != nullptr) {
+    return std::make_unique<ClassOf<optim::AdamOptions, optim::AdamParamState>>("Adam");
   }
-  if (dynamic_cast<AdamW*>(&optimizer) != nullptr) {
-    return std::make_unique<ClassOf<AdamWOptions, AdamWParamState>>("AdamW");
+  if (dynamic_cast<optim::AdamW*>(&optimizer) != nullptr) {
+    return std::make_unique<ClassOf<optim::AdamWOptions, optim::AdamWParamState>>("AdamW");
   }
-  if (dynamic_cast<RMSprop*>(&optimizer) != nullptr) {
-    return std::make_unique<ClassOf<RMSpropOptions, RMSpropParamState>>("RMSprop");
+  if (dynamic_cast<optim::RMSprop*>(&optimizer) != nullptr) {
+    return std::make_unique<ClassOf<optim::RMSpropOptions, optim::RMSpropParamState>>("RMSprop");
   }
-  if (dynamic_cast<Adagrad*>(&optimizer) != nullptr) {
-    return std::make_unique<ClassOf<AdagradOptions, AdagradParamState>>("Adagrad");
+  if (dynamic_cast<optim::Adagrad*>(&optimizer) != nullptr) {
+    return std::make_unique<ClassOf<optim::AdagradOptions, optim::AdagradParamState>>("Adagrad");
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
-      dynamic_cast<LBFGS*>(&optimizer) == nullptr,
+      dynamic_cast<optim::LBFGS*>(&optimizer) == nullptr,
       "[zero.checkpoint] state of torch::optim::LBFGS can't be saved or loaded: its history is of "
       "the whole gradient, and belongs to no parameter; use optimizer_state = false to load the "
       "module alone");

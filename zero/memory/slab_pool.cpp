@@ -51,14 +51,21 @@ void SlabPool::give(Slab slab) {
   free_.push_back({std::move(slab.bytes), std::move(slab.tensor), std::move(slab.last_use), true});
 }
 
-void SlabPool::trim() {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(free_, [](const Free& item) {
-    if (!item.used) {
+// Memory goes back to the stream that it came from.
+template <typename Which>
+void SlabPool::let_go(Which which) {
+  std::erase_if(free_, [&](const Free& item) {
+    const bool goes = which(item);
+    if (goes) {
       item.last_use.wait();
     }
-    return !item.used;
+    return goes;
   });
+}
+
+void SlabPool::trim() {
+  const std::lock_guard lock(mutex_);
+  let_go([](const Free& item) { return !item.used; });
   for (Free& item : free_) {
     item.used = false;
   }
@@ -70,22 +77,15 @@ void SlabPool::keep_one() {
       std::max_element(free_.begin(), free_.end(), [](const Free& left, const Free& right) {
         return left.bytes.tensor().numel() < right.bytes.tensor().numel();
       });
-  if (largest == free_.end()) {
-    return;
+  if (largest != free_.end()) {
+    const auto* kept = largest->bytes.tensor().unsafeGetTensorImpl();
+    let_go([=](const Free& item) { return item.bytes.tensor().unsafeGetTensorImpl() != kept; });
   }
-  std::iter_swap(free_.begin(), largest);
-  for (auto item = std::next(free_.begin()); item != free_.end(); ++item) {
-    item->last_use.wait();
-  }
-  free_.erase(std::next(free_.begin()), free_.end());
 }
 
 void SlabPool::clear() {
   const std::lock_guard lock(mutex_);
-  for (const Free& item : free_) {
-    item.last_use.wait(); // memory goes back to the stream that it came from
-  }
-  free_.clear();
+  let_go([](const Free&) { return true; });
 }
 
 } // namespace zero::memory

@@ -52,6 +52,8 @@ class SlabPool {
     Moment last_use;
     bool used = false; // since the last trim
   };
+  template <typename Which>
+  void let_go(Which which); // of the free ones
   std::mutex mutex_;
   std::vector<Free> free_;
   std::shared_ptr<Account> account_;
