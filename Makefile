@@ -126,7 +126,7 @@ sanitize: dependencies system-packages
 
 # Each source by itself, with its own includes.
 lint: build
-	@PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B build/lint $$CMAKE_ARGS -DCMAKE_UNITY_BUILD=OFF \
+	@PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B build/lint $${CMAKE_ARGS:-} -DCMAKE_UNITY_BUILD=OFF \
 	  -DPython3_EXECUTABLE=$(abspath $(PYTHON)) > /dev/null
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/ruff check
