@@ -91,14 +91,11 @@ train-cpp: build
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) --no-python \
 	  $(BUILD)/train_gpt --stage $(STAGE) $(ARGS)
 
-test: build
+quick: SELECTED = -m "not slow"
+test quick: build
 	$(BIN)/ctest --test-dir $(BUILD) -j 2 --output-on-failure
-	$(PYTEST) -n 2 tests/python tests/distributed
-	$(PYTEST) tests/gpu
-
-quick: build
-	$(BIN)/ctest --test-dir $(BUILD) -j 2 --output-on-failure
-	$(PYTEST) -n 2 -m "not slow" tests/python tests/distributed
+	$(PYTEST) $(SELECTED) -n 2 tests/python tests/distributed
+	$(PYTEST) $(SELECTED) tests/gpu
 
 bench: build $(if $(filter all,$(PEERS)),peers)
 	$(PYTHON) benchmarks/run.py --peers $(PEERS) $(ARGS)

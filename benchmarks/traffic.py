@@ -21,7 +21,7 @@ from models import TASKS
 from results import Result, parser_of
 from sockets import enter_own_network
 from steps import add_peers, run_strategy, settle_peers
-from strategies import SINGLE, stage_of
+from strategies import SINGLE, stage_of, transport_of
 
 MIB = 2**20
 
@@ -98,7 +98,7 @@ def main() -> None:
         f"{ranks} ranks": {
             name: [runs[0]["traffic"] / theory_of(name, runs[0]["numel"], ranks)]
             for name, runs in by_name.items()
-            if "error" not in runs[0] and runs[0]["traffic"] > 0
+            if "error" not in runs[0] and (stage_of(name) is None or transport_of(name) == "group")
         }
         for ranks, by_name in found.items()
     }

@@ -28,12 +28,10 @@ bool is_large(size_t bytes) {
 // Torch's own, with one block between it and its callers.
 class LargeBlocks final : public c10::Allocator {
  public:
-  explicit LargeBlocks(c10::Allocator& torch) : torch_(&torch) {}
-
   c10::DataPtr allocate(size_t bytes) override {
     void* data = is_large(bytes) ? take(bytes) : nullptr;
     if (data == nullptr) {
-      data = torch_->raw_allocate(bytes);
+      data = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);
     }
     return {data, data, &give, c10::Device(c10::kCPU)};
   }
@@ -74,19 +72,16 @@ class LargeBlocks final : public c10::Allocator {
   static void keep(void* data) {
     c10::free_cpu(kept.exchange(data));
   }
-
-  c10::Allocator* torch_;
 };
 
 } // namespace
 
 void keep_large_block(int64_t smallest) {
   static const bool installed = [] {
-    c10::Allocator* torch = c10::GetDefaultCPUAllocator();
-    if (c10::GetCPUAllocator() != torch) {
+    if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) {
       return false;
     }
-    c10::SetCPUAllocator(new LargeBlocks(*torch)); // tensors hold it for good
+    c10::SetCPUAllocator(new LargeBlocks); // tensors hold it for good
     return true;
   }();
   if (installed) {

@@ -9,9 +9,9 @@
 namespace zero::memory {
 
 // For the process: what torch frees of at least `smallest` bytes is kept, one block of at
-// most 32 MiB at a time, and serves the next tensor of at least half its size. It costs
-// no memory where gradients follow each other: the block kept is smaller than the next
-// one's peak. Does nothing outside glibc, and where torch has an allocator of somebody else.
+// most 32 MiB at a time, and serves the next tensor of at least half its size. Where
+// gradients follow each other that costs no memory. Does nothing outside glibc, and where torch has
+// an allocator of somebody else.
 void keep_large_block(int64_t smallest);
 
 // Gives the block back: at the end of a backward.
