@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# glibc then keeps what is freed for the next use, instead of taking it from the system again.
+KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+
+
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """One thread a rank, and a launcher's variables."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -35,8 +39,14 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {**os.environ, **quiet, **shared, **place}
 
 
-def run_ranks(command: Sequence[str], ranks: int, limit: float = 600) -> Any:
-    """Starts ``ranks`` processes; the JSON that rank 0 printed. RuntimeError says how the ranks
+def run_ranks(
+    command: Sequence[str],
+    ranks: int,
+    limit: float = 600,
+    variables: Mapping[str, str] | None = None,
+) -> Any:
+    """Starts ``ranks`` processes, with ``variables`` added to what a launcher sets; the JSON that
+    rank 0 printed. RuntimeError says how the ranks
     ended, when one of them failed; the others are ended then."""
     port, shown = free_port(), shlex.join(command)
     processes: list[subprocess.Popen[bytes]] = []
@@ -44,7 +54,7 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float = 600) -> Any:
         try:
             for rank in range(ranks):
                 target = subprocess.DEVNULL if rank else output
-                environment = rank_environment(rank, ranks, port)
+                environment = rank_environment(rank, ranks, port) | dict(variables or {})
                 processes.append(subprocess.Popen(list(command), env=environment, stdout=target))
             _await(processes, limit)
         finally:

@@ -6,8 +6,8 @@ that may hide them, and the traffic of each stage.
 Prints what the model says of steps that were published (published_steps.py), and of the steps of
 several ranks that steps.py measured into the folder of results. Of those it uses nothing but the
 computation of plain ranks at once (`concurrent`); the rest comes from Zero's steps on one rank
-(steps.py --ranks 1), by the same round's plain process, and from collectives.py: what a collective
-takes alone, what beside computation, and by how much it puts that off.
+(steps.py --ranks 1), by that round's `concurrent`, and from collectives.py: what a collective takes
+alone, what beside computation, and by how much it puts that off.
 
 A collective of S bytes on N ranks takes alpha + beta * S * (N-1)/N, an all-reduce that of a
 reduce-scatter and an all-gather. Computation and network are one queue each. At stage 3 a unit's
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from results import Result, parser_of, read_result
-from strategies import ZERO, ZERO_GROUP
+from strategies import ZERO, ZERO_GROUP, stage_of, transport_of
 
 
 @dataclass(frozen=True)
@@ -256,10 +256,16 @@ def buckets(sizes: Sequence[int], first: int = 2**20, limit: int = 25 * 2**20) -
 
 @dataclass(frozen=True)
 class Computation:
-    """Seconds of a rank's step without communication."""
+    """Seconds of a rank's step without communication, or their ratio to another's."""
 
     first: float  # forward and backward
     optimizer: float  # to update all parameters
+
+    def __truediv__(self, other: Computation) -> Computation:
+        return Computation(self.first / other.first, self.optimizer / other.optimizer)
+
+    def __mul__(self, ratio: Computation) -> Computation:
+        return Computation(self.first * ratio.first, self.optimizer * ratio.optimizer)
 
     @staticmethod
     def of(run: dict[str, Any]) -> Computation:
@@ -268,14 +274,14 @@ class Computation:
 
 
 def on_one_rank(steps: dict[str, Any], strategy: str) -> Computation:
-    """By that of plain fused torch in the same rounds."""
-    rounds = [
-        (Computation.of(found[strategy]), Computation.of(found["plain_fused"]))
+    """By that of plain fused torch in the same rounds, which has no page faults either."""
+    ratios = [
+        Computation.of(found[strategy]) / Computation.of(found["concurrent"])
         for found in steps["data"]["rounds"]
     ]
     return Computation(
-        statistics.median(own.first / plain.first for own, plain in rounds),
-        statistics.median(own.optimizer / plain.optimizer for own, plain in rounds),
+        statistics.median(ratio.first for ratio in ratios),
+        statistics.median(ratio.optimizer for ratio in ratios),
     )
 
 
@@ -288,13 +294,13 @@ def predicted(
 ) -> float:
     """Seconds of a step from a round of steps.py: a plain rank's computation while all compute,
     and by how much that of Zero's stage differs on one rank."""
-    plain = Computation.of(round_["concurrent"])
+    own = Computation.of(round_["concurrent"]) * alone
     pieces = sizes if stage == 3 else buckets(sizes)
-    first, whole = plain.first * alone.first, sum(pieces)
+    share = own.first / sum(pieces) / 3
     units = [  # backward takes twice as long as forward
-        Unit(first * size / whole / 3, first * size / whole * 2 / 3, size, size) for size in pieces
+        Unit(share * size, 2 * share * size, size, size) for size in pieces
     ]
-    return step_seconds(stage, units, cluster, plain.optimizer * alone.optimizer)
+    return step_seconds(stage, units, cluster, own.optimizer)
 
 
 def compare(
@@ -307,14 +313,16 @@ def compare(
     rows = []
     ranks = steps["data"]["ranks"]
     for name, measured in steps["data"]["ratios"].items():
-        if name not in ZERO + ZERO_GROUP:
+        stage = stage_of(name)
+        if stage is None or name not in ZERO + ZERO_GROUP:
             continue
-        cluster = links_of(collectives, ranks, "group" if name.endswith("_group") else "host")
+        way = "group" if transport_of(name) == "group" else "host"
+        cluster = links_of(collectives, ranks, way)
         if cluster is None:
             continue
         alone = on_one_rank(single, name.removesuffix("_group"))
         ratios = [
-            predicted(int(name[4]), sizes, found, alone, cluster)
+            predicted(stage, sizes, found, alone, cluster)
             / statistics.median(found["plain"]["seconds"])
             for found in steps["data"]["rounds"]
         ]

@@ -4,10 +4,11 @@
 
 Every figure is a ratio to one plain process (AdamW as torch defaults it) of the same round; medians
 over rounds and their range. In each round the bound is measured too: `concurrent` is as many plain
-processes with fused AdamW at once, with no communication, and `bound` adds what copying a stage's
-theoretical bytes from memory to memory takes. `bound, sharded` lets each rank update its part of
-the parameters only, as stages 1 to 3 do. With --peers all DeepSpeed runs too, from the environment
-of --peers-python (`make bench PEERS=all` installs it). Don't run anything else on the machine.
+processes with fused AdamW at once, with no communication and an allocator that gives no memory back
+to the system, and `bound` adds what copying a stage's theoretical bytes from memory to memory
+takes. `bound, sharded` lets each rank update its part of the parameters only, as stages 1 to 3 do.
+With --peers all DeepSpeed runs too, from the environment of --peers-python (`make bench PEERS=all`
+installs it). Don't run anything else on the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import HERE, ROOT, run_ranks
+from common import HERE, KEEP_FREED, ROOT, run_ranks
 from models import TASKS
 from results import Result, parser_of, spread
 from strategies import DEEPSPEED, SINGLE, STRATEGIES, stage_of
@@ -33,8 +34,10 @@ def run_strategy(strategy: str, task: str, options: argparse.Namespace, *more: s
     python = sys.executable if strategy not in DEEPSPEED else str(options.peers_python)
     command = [python, str(HERE / "train_step.py"), strategy, "--task", task]
     command += ["--steps", str(options.steps), *more]
+    ranks = 1 if strategy in SINGLE else options.ranks
+    variables = KEEP_FREED if strategy == "concurrent" else None
     try:
-        return run_ranks(command, 1 if strategy in SINGLE else options.ranks, options.limit)
+        return run_ranks(command, ranks, options.limit, variables)
     except RuntimeError as error:
         if stage_of(strategy) is not None or strategy in (*SINGLE, "concurrent", "memcpy"):
             raise

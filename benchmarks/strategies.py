@@ -1,7 +1,8 @@
 """How a model is trained on all ranks: Zero and its peers, by name.
 
 plain, plain_fused          one process; AdamW as torch defaults it, and fused
-concurrent                  plain_fused in each rank's process at once, with no communication
+concurrent                  plain_fused in each rank's process at once, with no communication and
+                            without page faults (see KEEP_FREED in common.py)
 ddp, fsdp1, fsdp2           torch's, with AdamW as torch defaults it; NAME_fused with fused AdamW
 zero_redundancy             DDP with torch's ZeroRedundancyOptimizer
 zero0 ... zero3             Zero over the host's memory; NAME_group over Gloo

@@ -130,7 +130,7 @@ def test_measured_steps_are_compared_with_what_collectives_took():
         "concurrent": {"seconds": [3.0, 3.0], "forward_backward": 2.0},
     }
     alone = {
-        "plain_fused": {"seconds": [2.0], "forward_backward": 1.0},
+        "concurrent": {"seconds": [2.0], "forward_backward": 1.0},
         "zero0": {"seconds": [1.5], "forward_backward": 1.0},
         "zero1": {"seconds": [1.5], "forward_backward": 1.0},
         "zero3": {"seconds": [2.0], "forward_backward": 1.5},
