@@ -3,7 +3,9 @@
 Plain multiprocessing over Gloo on loopback, one thread a rank, a time limit on
 all: `run(function, world, *arguments)` gives the ranks' return values in order,
 or fails with the first rank's traceback. Ranks are forked from a server that has
-imported torch, and does nothing else; with `fresh=True` they are new programs.
+imported torch, and does nothing else; with `fresh=True` they are new programs. The
+store where they meet is the test's, as a launcher's: no rank waits for another to
+serve it.
 """
 
 from __future__ import annotations
@@ -14,28 +16,24 @@ import itertools
 import multiprocessing
 import os
 import queue
-import random
-import socket
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import devices
 import pytest
+from torch.distributed import TCPStore
 
 LIMIT_S = 90.0
 
 
-def _free_port() -> int:
-    """Below those that the system gives out, and another pytest at work draws from its own."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = 16_000 + worker % 8 * 2_000
-    while True:
-        port = random.randrange(first, first + 2_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+class Launch(NamedTuple):
+    """Ranks at work, where they put what they return, and where they meet."""
+
+    processes: list[Any]
+    results: Any
+    store: TCPStore
 
 
 def _work(
@@ -53,6 +51,7 @@ def _work(
         environment,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -78,14 +77,12 @@ def _work(
     os._exit(0)  # a peer that failed must not hold this rank at exit
 
 
-def start(
-    function: Callable[..., Any], world: int, *arguments: Any, fresh: bool = False
-) -> tuple[list[Any], Any]:
-    """The processes of ranks that run ``function``, and the queue of their results."""
+def start(function: Callable[..., Any], world: int, *arguments: Any, fresh: bool = False) -> Launch:
+    """Ranks that run ``function``, for as long as what this returns is kept."""
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "zero_torch"])
     results = context.Queue()
-    port = _free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         context.Process(
             target=_work,
@@ -93,7 +90,7 @@ def start(
                 function,
                 rank,
                 world,
-                port,
+                store.port,
                 results,
                 dict(os.environ),
                 devices.current(),
@@ -105,7 +102,7 @@ def start(
     ]
     for process in processes:
         process.start()
-    return processes, results
+    return Launch(processes, results, store)
 
 
 def run(
@@ -117,20 +114,20 @@ def run(
 ) -> list[Any]:
     device = devices.current()
     world = device.world if device is not None and device.world is not None else world
-    processes, results = start(function, world, *arguments, fresh=fresh)
+    launch = start(function, world, *arguments, fresh=fresh)
     outcome: dict[int, tuple[str, Any]] = {}
     deadline = time.monotonic() + limit_s
     try:
         while len(outcome) < world and time.monotonic() < deadline:
-            alive = any(process.is_alive() for process in processes)
+            alive = any(process.is_alive() for process in launch.processes)
             with contextlib.suppress(queue.Empty):
-                rank, kind, value = results.get(timeout=0.5)
+                rank, kind, value = launch.results.get(timeout=0.5)
                 outcome[rank] = (kind, value)
                 continue
             if not alive:
                 break
     finally:
-        for process in processes:
+        for process in launch.processes:
             process.kill()
             process.join()
     errors = [f"rank {r}: {value}" for r, (kind, value) in outcome.items() if kind == "error"]

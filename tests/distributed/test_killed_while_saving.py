@@ -65,7 +65,7 @@ def test_the_old_or_the_new_state_at_every_moment(tmp_path: Path) -> None:
     last = 0
     for kill in range(KILLS):
         ours, theirs = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-        ranks, _ = start(_save_for_ever, 2, folder, kill % 4, theirs)
+        launch = start(_save_for_ever, 2, folder, kill % 4, theirs)
         theirs.close()
         assert ours.poll(60)
         begin = time.monotonic()
@@ -73,8 +73,8 @@ def test_the_old_or_the_new_state_at_every_moment(tmp_path: Path) -> None:
         while ours.poll(60) and last % 3:  # how long a save takes
             last = ours.recv()
         time.sleep(chance.uniform(0.0, 1.5) * max(0.01, (time.monotonic() - begin) / 2))
-        ranks[chance.randrange(2)].kill()
-        for rank in ranks:
+        launch.processes[chance.randrange(2)].kill()
+        for rank in launch.processes:
             rank.kill()
             rank.join()
         with contextlib.suppress(EOFError):
