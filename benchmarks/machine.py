@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
+import statistics
 import subprocess
 import time
 from importlib.metadata import distributions
@@ -14,6 +16,9 @@ from typing import Any
 # A share of all cores that others may take before figures are called disturbed. The load
 # average says less: it still remembers the benchmark before this one.
 OTHERS = 0.05
+# By how much the same work may take longer at one time than at another. Other guests of a host
+# slow caches, memory and cores without taking any time that this machine's kernel counts.
+SLOWER = 0.2
 
 
 def _first(pattern: str, text: str) -> str:
@@ -69,14 +74,36 @@ def _own_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
+class Probe:
+    """The same work each time, of a core and of its memory."""
+
+    def __init__(self) -> None:
+        self._from, self._to = bytearray(os.urandom(2**20) * 32), bytearray(2**25)
+
+    def seconds(self, length: float) -> float:
+        """The median time of it, for about ``length`` seconds."""
+        times, end = [self._once()], time.perf_counter() + length
+        while time.perf_counter() < end:
+            times.append(self._once())
+        return statistics.median(times)
+
+    def _once(self) -> float:
+        begin = time.perf_counter()
+        hashlib.sha512(memoryview(self._from)[: 2**21]).digest()
+        self._to[:] = self._from
+        return time.perf_counter() - begin
+
+
 class Watch:
-    """Tells what others took of the machine: before the first lap, and in each lap.
+    """Tells what others took of the machine: before the first lap, and in each lap; and how long
+    the same work took at these times.
 
     A lap ends when all processes that it started have ended, or their time counts as others'.
     """
 
     def __init__(self, pause: float = 1.0) -> None:
         self.laps: list[dict[str, float]] = []
+        self._probe, self._length = Probe(), pause
         self._begin()
         time.sleep(pause)
         self.before = self._lap()
@@ -93,6 +120,7 @@ class Watch:
             "load": round(os.getloadavg()[0], 2),
             "others": round(max(0.0, others) / capacity, 4),
             "stolen": round((stolen - self._stolen) / capacity, 4),
+            "probe": round(self._probe.seconds(self._length), 6),
         }
         self._begin()
         return lap
@@ -103,17 +131,25 @@ class Watch:
     def verdict(self) -> dict[str, Any]:
         worst = max((lap["others"] + lap["stolen"] for lap in self.laps), default=0.0)
         busy_before = self.before["others"] + self.before["stolen"]
-        quiet = worst <= OTHERS and busy_before <= OTHERS
-        return {"quiet": quiet, "worst": worst, "before": self.before, "during": self.laps}
+        probes = [lap["probe"] for lap in (self.before, *self.laps)]
+        slower = max(probes) / min(probes) - 1
+        return {
+            "quiet": worst <= OTHERS and busy_before <= OTHERS and slower <= SLOWER,
+            "worst": worst,
+            "slower": round(slower, 4),
+            "before": self.before,
+            "during": self.laps,
+        }
 
 
 def words_of(verdict: dict[str, Any]) -> str:
     if not verdict.get("timed", True):
         return "Nothing in it is timed."
+    slower = f"the same work took up to {verdict['slower']:.0%} longer at one time than at another"
     if verdict["quiet"]:
-        return "The machine was quiet."
+        return f"The machine was quiet: {slower}."
     before = verdict["before"]["others"] + verdict["before"]["stolen"]
     return (
         f"The machine was NOT quiet: others took {before:.0%} of it before, "
-        f"and up to {verdict['worst']:.0%} meanwhile."
+        f"and up to {verdict['worst']:.0%} meanwhile; {slower}."
     )

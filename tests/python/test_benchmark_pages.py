@@ -16,7 +16,7 @@ import results
 import run
 from common import ROOT
 
-QUIET = {"quiet": True, "worst": 0.0, "before": {"load": 0.1}, "during": []}
+QUIET = {"quiet": True, "worst": 0.0, "slower": 0.05, "before": {"load": 0.1}, "during": []}
 
 
 @pytest.fixture
@@ -78,13 +78,17 @@ def test_rounds_of_other_settings_are_forgotten(tmp_path):
 
 
 def test_others_on_the_machine_are_told():
-    busy = {"others": 0.0, "stolen": 0.2, "load": 0.1}
+    busy = {"others": 0.0, "stolen": 0.2, "load": 0.1, "probe": 0.01}
     watch = machine.Watch(pause=0.01)
     watch.before, watch.laps = {**busy, "stolen": 0.0}, [busy, {**busy, "stolen": 0.0}]
     assert not watch.verdict()["quiet"]
     assert "NOT quiet" in machine.words_of(watch.verdict())
+    watch.laps = [{**watch.before, "probe": 0.02}]
+    assert not watch.verdict()["quiet"]
+    assert "the same work took up to 100% longer" in machine.words_of(watch.verdict())
     watch.laps = [watch.before]
-    assert watch.verdict()["quiet"] and machine.words_of(QUIET) == "The machine was quiet."
+    assert watch.verdict()["quiet"]
+    assert machine.words_of(QUIET).startswith("The machine was quiet: the same work took up to 5% ")
 
 
 def test_spreads():
