@@ -78,8 +78,7 @@ struct Options {
   std::optional<std::string> shard_group = {};
   std::optional<std::string> replicate_group = {};
 
-  // Throws c10::ValueError (or c10::NotImplementedError for an option that is
-  // not built yet) naming the option, the value and what is allowed.
+  // Throws c10::ValueError naming the option, the value and what is allowed.
   ZERO_API void validate() const;
 };
 

@@ -39,8 +39,7 @@ void bind_options(py::module_& module) {
       .def(
           "validate",
           &Options::validate,
-          "Raises ValueError, or NotImplementedError for what is not built yet, naming the option, "
-          "the value and what is allowed.");
+          "Raises ValueError, naming the option, the value and what is allowed.");
 }
 
 // AdamW and Adam differ in defaults and in what weight decay means only.

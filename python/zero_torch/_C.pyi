@@ -103,7 +103,7 @@ class Options:
         ...
     def validate(self) -> None:
         """
-        Raises ValueError, or NotImplementedError for what is not built yet, naming the option, the value and what is allowed.
+        Raises ValueError, naming the option, the value and what is allowed.
         """
     @property
     def bucket_bytes(self) -> int:

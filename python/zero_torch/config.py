@@ -127,8 +127,8 @@ def merged(config: ZeroConfig | None, overrides: dict[str, Any]) -> ZeroConfig:
 def to_options(config: ZeroConfig, stage: Any, ignored: Sequence[str] = ()) -> _C.Options:
     """The validated C++ options. ``ignored`` are the resolved names of ``config.ignored_params``.
 
-    Raises TypeError for a value of the wrong type, ValueError for one out of range and
-    NotImplementedError for what is not built yet, naming the argument and what is allowed.
+    Raises TypeError for a value of the wrong type and ValueError for one out of range, naming the
+    argument and what is allowed.
     """
     options = _C.Options()
     options.stage = _integer("stage", stage, "0, 1, 2 or 3")

@@ -66,8 +66,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ``add_param_group`` and ``synchronize`` are collective, at stages 1 to 3 ``state_dict`` too.
 
     Raises TypeError or ValueError, naming the argument and what is allowed, before any
-    communication; NotImplementedError for what is not built yet; ValueError on every rank, naming
-    the first difference and both ranks, when ranks differ.
+    communication; NotImplementedError for a setting that the native rule lacks; ValueError on every
+    rank, naming the first difference and both ranks, when ranks differ.
     """
 
     def __init__(
