@@ -28,11 +28,6 @@ BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
     "overhead": (["overhead.py"], ["overhead"]),
     "startup": (["startup.py"], ["startup"]),
     "steps": (["steps.py"], ["steps-small", "steps-large", "steps-many"]),
-    "steps-1": (
-        ["steps.py", "--ranks", "1", "--rounds", "3", "--strategies", "plain_fused"]
-        + [f"zero{stage}" for stage in range(4)],
-        ["steps-small-1", "steps-large-1", "steps-many-1"],
-    ),
     "steps-4": (
         ["steps.py", "--ranks", "4", "--tasks", "small", "--rounds", "3"],
         ["steps-small-4"],

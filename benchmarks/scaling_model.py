@@ -4,10 +4,10 @@ that may hide them, and the traffic of each stage.
     python benchmarks/scaling_model.py [--results DIR]
 
 Prints what the model says of steps that were published (published_steps.py), and of the steps of
-several ranks that steps.py measured into the folder of results. Of those it uses nothing but the
-computation of plain ranks at once (`concurrent`); the rest comes from Zero's steps on one rank
-(steps.py --ranks 1), by that round's `concurrent`, and from collectives.py: what a collective takes
-alone, what beside computation, and by how much it puts that off.
+several ranks that steps.py measured into the folder of results. Of those it uses nothing that was
+sent: the steps of Zero's ranks at once, each a group of its own (`zero0_alone` and so on). The rest
+comes from collectives.py: what a collective takes alone, what beside computation, and by how much
+it puts that off.
 
 A collective of S bytes on N ranks takes alpha + beta * S * (N-1)/N, an all-reduce that of a
 reduce-scatter and an all-gather. Computation and network are one queue each. At stage 3 a unit's
@@ -256,16 +256,10 @@ def buckets(sizes: Sequence[int], first: int = 2**20, limit: int = 25 * 2**20) -
 
 @dataclass(frozen=True)
 class Computation:
-    """Seconds of a rank's step without communication, or their ratio to another's."""
+    """Seconds of a rank's step without communication."""
 
     first: float  # forward and backward
     optimizer: float  # to update all parameters
-
-    def __truediv__(self, other: Computation) -> Computation:
-        return Computation(self.first / other.first, self.optimizer / other.optimizer)
-
-    def __mul__(self, ratio: Computation) -> Computation:
-        return Computation(self.first * ratio.first, self.optimizer * ratio.optimizer)
 
     @staticmethod
     def of(run: dict[str, Any]) -> Computation:
@@ -273,28 +267,8 @@ class Computation:
         return Computation(first, statistics.median(run["seconds"]) - first)
 
 
-def on_one_rank(steps: dict[str, Any], strategy: str) -> Computation:
-    """By that of plain fused torch in the same rounds, which has no page faults either."""
-    ratios = [
-        Computation.of(found[strategy]) / Computation.of(found["concurrent"])
-        for found in steps["data"]["rounds"]
-    ]
-    return Computation(
-        statistics.median(ratio.first for ratio in ratios),
-        statistics.median(ratio.optimizer for ratio in ratios),
-    )
-
-
-def predicted(
-    stage: int,
-    sizes: Sequence[int],
-    round_: dict[str, Any],
-    alone: Computation,
-    cluster: Cluster,
-) -> float:
-    """Seconds of a step from a round of steps.py: a plain rank's computation while all compute,
-    and by how much that of Zero's stage differs on one rank."""
-    own = Computation.of(round_["concurrent"]) * alone
+def predicted(stage: int, sizes: Sequence[int], own: Computation, cluster: Cluster) -> float:
+    """Seconds of a step whose computation is all ranks' ``own`` at once."""
     pieces = sizes if stage == 3 else buckets(sizes)
     share = own.first / sum(pieces) / 3
     units = [  # backward takes twice as long as forward
@@ -304,29 +278,30 @@ def predicted(
 
 
 def compare(
-    steps: dict[str, Any],
-    single: dict[str, Any],
-    collectives: dict[str, Any],
-    sizes: Sequence[int],
+    steps: dict[str, Any], collectives: dict[str, Any], sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Measured and predicted ratios to one plain process, of Zero's strategies."""
     rows = []
-    ranks = steps["data"]["ranks"]
+    ranks, rounds = steps["data"]["ranks"], steps["data"]["rounds"]
     for name, measured in steps["data"]["ratios"].items():
         stage = stage_of(name)
-        if stage is None or name not in ZERO + ZERO_GROUP:
+        alone = f"zero{stage}_alone"
+        if stage is None or name not in ZERO + ZERO_GROUP or alone not in rounds[0]:
             continue
         way = "group" if transport_of(name) == "group" else "host"
         cluster = links_of(collectives, ranks, way)
         if cluster is None:
             continue
-        alone = on_one_rank(single, name.removesuffix("_group"))
         ratios = [
-            predicted(stage, sizes, found, alone, cluster)
+            predicted(stage, sizes, Computation.of(found[alone]), cluster)
             / statistics.median(found["plain"]["seconds"])
-            for found in steps["data"]["rounds"]
+            for found in rounds
         ]
-        found = {"measured": statistics.median(measured), "model": statistics.median(ratios)}
+        found = {
+            "alone": statistics.median(steps["data"]["ratios"][alone]),
+            "measured": statistics.median(measured),
+            "model": statistics.median(ratios),
+        }
         rows.append({"strategy": name, **found, "error": found["model"] / found["measured"] - 1})
     return rows
 
@@ -335,18 +310,20 @@ def add_measured(result: Result, folder: Path) -> None:
     collectives = read_result(folder, "collectives")
     for path in sorted(folder.glob("steps-*.json")):
         task = path.stem.removeprefix("steps-").split("-")[0]
-        steps, single = read_result(folder, path.stem), read_result(folder, f"steps-{task}-1")
-        if None in (collectives, steps, single) or steps["data"]["ranks"] == 1:
+        steps = read_result(folder, path.stem)
+        if collectives is None or steps is None or steps["data"]["ranks"] == 1:
             continue
-        found = compare(steps, single, collectives, unit_bytes(task))
+        found = compare(steps, collectives, unit_bytes(task))
         result.data[path.stem] = found
         result.table(
             f"model-{path.stem}",
             f"The model by measured steps, {task}, {steps['data']['ranks']} ranks: ratio to one "
             "plain process",
-            ["", "measured", "model", "error"],
+            ["", "alone", "measured", "model", "error"],
             [
-                [r["strategy"], f"{r['measured']:.3f}", f"{r['model']:.3f}", f"{r['error']:+.1%}"]
+                [r["strategy"]]
+                + [f"{r[key]:.3f}" for key in ("alone", "measured", "model")]
+                + [f"{r['error']:+.1%}"]
                 for r in found
             ],
         )

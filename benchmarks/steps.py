@@ -7,6 +7,8 @@ over rounds and their range. In each round the bound is measured too: `concurren
 processes with fused AdamW at once, with no communication and an allocator that gives no memory back
 to the system, and `bound` adds what copying a stage's theoretical bytes from memory to memory
 takes. `bound, sharded` lets each rank update its part of the parameters only, as stages 1 to 3 do.
+`zero0_alone` and so on are Zero's ranks at once, each a group of its own: nothing is sent, and all
+update all parameters.
 With --peers all DeepSpeed runs too, from the environment of --peers-python (`make bench PEERS=all`
 installs it). Don't run anything else on the machine.
 """
@@ -23,7 +25,13 @@ import plots
 from common import HERE, KEEP_FREED, ROOT, run_ranks
 from models import TASKS
 from results import Result, parser_of, spread
-from strategies import DEEPSPEED, SINGLE, STRATEGIES, stage_of
+from strategies import DEEPSPEED, SINGLE, STRATEGIES, ZERO, ZERO_ALONE, stage_of
+
+# Of a round, by task: many small parameters take a fraction of the others' time.
+STEPS = {"small": 10, "large": 10, "many": 30, "tiny": 2}
+
+# Beside Zero on all ranks: what has to run, where a peer may fail.
+OURS = (*SINGLE, *ZERO_ALONE, "concurrent", "memcpy")
 
 Round = dict[str, dict[str, Any]]  # what a rank printed, by strategy
 Ratios = dict[str, list[float]]
@@ -39,7 +47,7 @@ def run_strategy(strategy: str, task: str, options: argparse.Namespace, *more: s
     try:
         return run_ranks(command, ranks, options.limit, variables)
     except RuntimeError as error:
-        if stage_of(strategy) is not None or strategy in (*SINGLE, "concurrent", "memcpy"):
+        if stage_of(strategy) is not None or strategy in OURS:
             raise
         print(error, file=sys.stderr)
         return {"error": str(error)}
@@ -47,7 +55,9 @@ def run_strategy(strategy: str, task: str, options: argparse.Namespace, *more: s
 
 def run_round(index: int, task: str, options: argparse.Namespace) -> Round:
     """All strategies once; each round begins with another one."""
-    names = ["plain", *(name for name in options.strategies if name != "plain"), "concurrent"]
+    alone = [f"{name}_alone" for name in ZERO if name in options.strategies and options.ranks > 1]
+    others = [name for name in options.strategies if name != "plain"]
+    names = ["plain", *others, *alone, "concurrent"]
     turn = index % len(names)
     found: Round = {}
     for name in names[turn:] + names[:turn]:
@@ -131,13 +141,15 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["small", "large", "many"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps in a round")
+    parser.add_argument("--steps", type=int, help="timed in a round; by default 10, of many 30")
     add_peers(parser)
     options = parser.parse_args()
     if options.quick:
-        options.tasks, options.rounds, options.steps = ["tiny"], 1, 2
+        options.tasks, options.rounds = ["tiny"], 1
     settle_peers(options)
+    asked = options.steps
     for task in options.tasks:
+        options.steps = asked or STEPS[task]
         name = f"steps-{task}" + (f"-{options.ranks}" if options.ranks != 2 else "")
         result = Result(name, options)
 

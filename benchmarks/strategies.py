@@ -6,6 +6,8 @@ concurrent                  plain_fused in each rank's process at once, with no 
 ddp, fsdp1, fsdp2           torch's, with AdamW as torch defaults it; NAME_fused with fused AdamW
 zero_redundancy             DDP with torch's ZeroRedundancyOptimizer
 zero0 ... zero3             Zero over the host's memory; NAME_group over Gloo
+zero0_alone ... zero3_alone a group of one rank, in each rank's process at once: what Zero computes
+                            where nothing is sent
 zero3_auto                  stage 3 with the root and the last unit whole from forward to backward
                             (fsdp2 keeps its root)
 deepspeed1 ... deepspeed3   DeepSpeed with torch's AdamW, from an environment that has it
@@ -26,13 +28,14 @@ SINGLE = ["plain", "plain_fused"]
 PEERS = ["ddp", "ddp_fused", "zero_redundancy", "fsdp1", "fsdp2", "fsdp2_fused"]
 ZERO = [f"zero{stage}" for stage in range(4)]
 ZERO_GROUP = [f"{name}_group" for name in ZERO]
+ZERO_ALONE = [f"{name}_alone" for name in ZERO]
 AUTO = ["zero3_auto", "zero3_auto_group"]
 DEEPSPEED = [f"deepspeed{stage}" for stage in (1, 2, 3)]
 STRATEGIES = SINGLE + PEERS + ZERO + ZERO_GROUP + AUTO
 
 
 def stage_of(strategy: str) -> int | None:
-    """Of Zero's strategies."""
+    """Of Zero's strategies on all ranks."""
     base = strategy.removesuffix("_group").removesuffix("_auto")
     return int(base[-1]) if base in ZERO else None
 
@@ -153,6 +156,10 @@ def wrap(strategy: str, model: nn.Module, block: type[nn.Module], **zero_options
     unless ``zero_options``, keywords of ZeroOptimizer, say otherwise)."""
     if stage_of(strategy) is not None:
         return _zero(strategy, model, zero_options)
+    if strategy in ZERO_ALONE:
+        alone, _ = dist.new_subgroups(group_size=1)
+        base = strategy.removesuffix("_alone")
+        return _zero(base, model, {"process_group": alone, **zero_options})
     if strategy in (*SINGLE, "concurrent"):
         return Trainer(model, adamw(model, strategy != "plain"))
     base = strategy.removesuffix("_fused")

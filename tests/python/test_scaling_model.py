@@ -107,9 +107,8 @@ def test_times_that_grow_faster_than_the_sizes_fit_no_negative_latency():
 
 
 def test_measured_steps_are_compared_with_what_collectives_took():
-    """One round: 2 s of forward and backward and 1 s of optimizer where all ranks compute; 1 ms a
-    MiB and rank (the size of 2 MiB by 1/2), that computation waits for. On one rank stage 3 takes
-    1.5 times as long to compute as plain torch, and all stages half as long to step."""
+    """One round: 2 s of forward and backward and 0.5 s of optimizer where each rank is alone, at
+    stage 3 1 s more; 1 ms a MiB and rank (the size of 2 MiB by 1/2), that computation waits for."""
     mib = 2**20
     sizes = [mib, mib]
     cases = [
@@ -127,23 +126,20 @@ def test_measured_steps_are_compared_with_what_collectives_took():
     collectives = {"data": {"runs": [{"ranks": 2, "cases": [tiny, *cases]}]}}
     round_ = {
         "plain": {"seconds": [4.0]},
-        "concurrent": {"seconds": [3.0, 3.0], "forward_backward": 2.0},
+        "zero0_alone": {"seconds": [2.5], "forward_backward": 2.0},
+        "zero1_alone": {"seconds": [2.5, 2.5], "forward_backward": 2.0},
+        "zero3_alone": {"seconds": [3.5], "forward_backward": 3.0},
     }
-    alone = {
-        "concurrent": {"seconds": [2.0], "forward_backward": 1.0},
-        "zero0": {"seconds": [1.5], "forward_backward": 1.0},
-        "zero1": {"seconds": [1.5], "forward_backward": 1.0},
-        "zero3": {"seconds": [2.0], "forward_backward": 1.5},
-    }
-    single = {"data": {"rounds": [alone]}}
     ratios = {"plain": [1.0], "zero0": [0.75], "zero1": [0.625], "zero3": [0.63], "ddp": [2.0]}
+    ratios |= {"zero0_alone": [0.625], "zero1_alone": [0.625], "zero3_alone": [0.875]}
     steps = {"data": {"ranks": 2, "rounds": [round_], "ratios": ratios}}
-    found = scaling_model.compare(steps, single, collectives, sizes)
+    found = scaling_model.compare(steps, collectives, sizes)
     rows = {r["strategy"]: r["model"] for r in found}
     assert set(rows) == {"zero0", "zero1", "zero3"}
     assert rows["zero0"] == pytest.approx((2 + 0.5 + 2 * 2 * 5e-4 + 0.25) / 4)
     assert rows["zero1"] == pytest.approx((2 + 0.25 + 2 * 2 * 5e-4 + 0.25) / 4)
     assert rows["zero3"] == pytest.approx((3 + 0.25 + 3 * 2 * 5e-4 + 0.25) / 4)
+    assert [r["alone"] for r in found] == [0.625, 0.625, 0.875]
     assert found[0]["error"] == pytest.approx(rows["zero0"] / 0.75 - 1)
 
 
